@@ -22,7 +22,7 @@ Backend = Literal["auto", "dali", "torchvision"]  # auto: DALI where it can be i
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How a loader makes pixels. On a CPU nothing but `backend` changes a bit. Raises ValueError for other values.
+    """How a loader makes pixels. On a CPU nothing but `backend` changes a bit.
 
     With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder. With DALI's default,
     0.65, two decoders whose pixels can differ share a batch, sorted by subsampling and area: an image's pixels would
@@ -40,21 +40,6 @@ class LoaderOptions:
     # auto: the view operator on a CPU where it can be built.
     view_operator: bool | Literal["auto"] = "auto"
     hw_decoder_share: float = 0.0
-
-    def __post_init__(self) -> None:
-        choices = {
-            "backend": ("auto", "dali", "torchvision"),
-            "device": ("cpu", "gpu"),
-            "view_operator": ("auto", True, False),
-        }
-        for name, allowed in choices.items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
-        for name in ("threads", "prefetch"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be 1 or more, not {value}")
-        if not 0 <= self.hw_decoder_share <= 1:
-            raise ValueError(f"hw_decoder_share must be from 0 to 1, not {self.hw_decoder_share}")
 
 
 def choose_backend(backend: str) -> Literal["dali", "torchvision"]:

@@ -7,14 +7,14 @@ refuse what PIL reads, often without naming the file. So `check` decodes every i
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from pipelines.backend import Backend, LoaderOptions, choose_backend
+from pipelines.backend import Backend, choose_backend
 from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import Progress, file_stamps, image_size, read_rgb, read_sizes
 from pipelines.datasets.index import ImageIndex
@@ -30,19 +30,6 @@ _BATCH_PIXELS = 64_000_000  # ... fewer where they are large: 200 MB of uint8 RG
 Decode = Callable[[Sequence[Path | bytes]], list[tuple[int, int] | Exception]]
 
 
-@dataclass(frozen=True)
-class CheckReport:
-    """What a check found: `index` has the current sizes and bad images, for `save_index` to keep."""
-
-    index: ImageIndex
-    decoder: str  # "DALI" or "PIL"
-
-    @property
-    def bad(self) -> list[tuple[str, str]]:
-        """(path, why it cannot be used) of each bad image."""
-        return [(str(self.index.path(i)), reason) for i, reason in self.index.bad.items()]
-
-
 def check(
     index: ImageIndex,
     backend: Backend = "auto",
@@ -50,22 +37,21 @@ def check(
     device: Literal["cpu", "gpu"] = "cpu",
     threads: int = 2,
     progress: Progress | None = None,
-) -> CheckReport:
+) -> ImageIndex:
     """Check every image: header, at most 100 megapixels, JPEG end marker, whole decode, checksum in a pack.
+
+    The result has the current sizes and bad images, for `save_index` to keep.
 
     `backend` "dali" decodes with DALI on `device` ("cpu" or "gpu"), "torchvision" with PIL, "auto" with DALI where it
     is installed. `progress(done, total)` is called after each block. An image that decodes to wrong pixels without an
     error (a flipped bit inside a JPEG) is found only in a pack.
 
     Raises DataError for data without files, for an absent back-end, and when the decoder refuses a whole batch that PIL
-    reads: then the decoder has failed, not the files. No content of a file raises. Raises ValueError for another
-    `backend`, `device` or number of threads.
+    reads: then the decoder has failed, not the files. No content of a file raises.
     """
     if index.root is None:
         raise DataError("these data are held in memory: there is no file to check")
-    options = LoaderOptions(backend, device, threads=threads)
-    dali = choose_backend(options.backend) == "dali"
-    decode = _decoder(dali, device, threads)
+    decode = _decoder(choose_backend(backend) == "dali", device, threads)
     sizes = np.zeros((len(index), 2), np.int32)
     stamps = np.empty((len(index), 2), np.int64) if index.pack is None else None
     bad: dict[int, str] = {}
@@ -80,8 +66,7 @@ def check(
         if progress is not None:
             progress(numbers.stop, len(index))
     sizes[list(bad)] = 0
-    checked = replace(index, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())))
-    return CheckReport(checked, "DALI" if dali else "PIL")
+    return replace(index, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())))
 
 
 def find_bad_images(index: ImageIndex, indices: Iterable[int], decode: Decode) -> dict[int, str]:

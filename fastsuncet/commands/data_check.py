@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,13 +25,13 @@ from fastsuncet.data.image_files import (
     scanned,
     with_labels,
 )
-from pipelines.backend import decode_threads
+from pipelines.backend import Backend, choose_backend, decode_threads
 from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex, with_classes
 from pipelines.datasets.index_file import save_index
 from pipelines.output import first_five
-from pipelines.verify import CheckReport, check
+from pipelines.verify import check
 
 
 def check_config(config: Config) -> None:
@@ -69,11 +68,11 @@ def check_config(config: Config) -> None:
             parts.append((validation, index_path(config, folder, False)))
         else:
             print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
-    reports = [_checked(index, kept, **options) for index, kept in parts]
-    if twins := _twins(labeled, reports[0].index.bad):
+    checked = [_checked(index, kept, **options) for index, kept in parts]
+    if twins := _twins(labeled, checked[0].bad):
         text = "labeled images are copies of one with another label"
         say_line(f"note: {len(twins)} {text}: {first_five(twins)}. Give copies one label, or remove them")
-    bad = [each for report in reports for each in report.bad]
+    bad = [each for index in checked for each in index.bad_files()]
     if len(bad) > data.bad_images:
         raise BadImage(bad, allowed=data.bad_images)
     for path, reason in bad:
@@ -100,22 +99,25 @@ def _twins(index: ImageIndex, bad: Mapping[int, str]) -> list[str]:
 
 def check_folder(folder: Path) -> None:
     """Check every image below `folder`, whatever its layout. Raises BadImage, which names every bad file."""
-    report = _checked(image_tree(folder), None, device=_device())
-    if report.bad:
-        raise BadImage(report.bad)
+    checked = _checked(image_tree(folder), None, device=_device())
+    if checked.bad:
+        raise BadImage(checked.bad_files())
 
 
 def _device() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def _checked(index: ImageIndex, kept: Path | None, megapixels: float = 100, **options) -> CheckReport:
+def _checked(
+    index: ImageIndex, kept: Path | None, megapixels: float = 100, backend: Backend = "auto", **options
+) -> ImageIndex:
     """Check the images, show progress on a terminal, and keep the index in `kept`."""
-    whole = check(index, progress=partial(show_progress, index.root), **options)
-    report = replace(whole, index=whole.index.within(megapixels))
-    state = f"{len(report.bad):,} bad" if report.bad else "all good"
-    print(f"{index.root}: {len(index):,} images decoded with {report.decoder}, {state}")
+    whole = check(index, backend, progress=partial(show_progress, index.root), **options)
+    checked = whole.within(megapixels)
+    state = f"{len(checked.bad):,} bad" if checked.bad else "all good"
+    decoder = "DALI" if choose_backend(backend) == "dali" else "PIL"
+    print(f"{index.root}: {len(index):,} images decoded with {decoder}, {state}")
     if kept is not None:
-        save_index(whole.index, kept)
+        save_index(whole, kept)
         print(f"{index.root}: index kept in {kept}")
-    return report
+    return checked

@@ -281,7 +281,7 @@ def run_classifier(
         if not skip_bad:
             raise
         # It names the bad images of one batch; all are left out at once.
-        found = check(index.take(chosen), config.data.backend).index.bad
+        found = check(index.take(chosen), config.data.backend).bad
         if not found:
             raise
         bad = {int(chosen[row]): reason for row, reason in found.items()}

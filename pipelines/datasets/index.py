@@ -189,10 +189,14 @@ class ImageIndex:
         """Return the names of the first three of some images."""
         return ", ".join(self.name(i) for i in numbers[:3]) + (", ..." if len(numbers) > 3 else "")
 
+    def bad_files(self) -> list[tuple[str, str]]:
+        """Return (path, why it cannot be used) of each bad image."""
+        return [(str(self.path(i)), reason) for i, reason in self.bad.items()]
+
     def require_good(self, allowed: int | None = None) -> None:
         """Raise BadImage, which names them all, when more images are bad than `allowed`; None: none can be replaced."""
         if len(self.bad) > (allowed or 0):
-            raise BadImage([(str(self.path(i)), reason) for i, reason in self.bad.items()], allowed=allowed)
+            raise BadImage(self.bad_files(), allowed=allowed)
 
     def refreshed(self, rows: np.ndarray | None = None) -> "ImageIndex":
         """Return this index with the headers of changed files read again; itself when no file has changed.

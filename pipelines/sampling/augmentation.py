@@ -195,8 +195,6 @@ def uniform(seed: int, role: int | str, counter: tuple[int, int, int, int], coun
     `role` keeps streams apart (the order of the images, view 0, view 1, ...): a change to one does not change the
     others. `counter` is four 64-bit words, the first of which counts the blocks of four words drawn.
     """
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"a seed must be a whole number from 0 to 2**64 - 1, not {seed}")
     word = int.from_bytes(hashlib.blake2b(str(role).encode(), digest_size=8).digest(), "little")
     key, counter_words = np.array([seed, word], np.uint64), np.array(counter, np.uint64)
     # NumPy promises that Philox's raw words never change, but not what Generator.random makes of them.

@@ -145,10 +145,6 @@ class ClassSampler:
         class_names: Sequence[str] = (),
     ):
         indices, labels = np.asarray(indices, np.int64), np.asarray(labels, np.int64)
-        if indices.ndim != 1 or indices.shape != labels.shape or (labels < 0).any():
-            raise ValueError(
-                f"one label >= 0 for each index is needed: got {indices.shape} indices, {labels.shape} labels"
-            )
         self.indices = indices
         # The labels that an image has, ascending, and how many images have each. A slot is a position in them.
         self._classes, self._counts = np.unique(labels, return_counts=True)

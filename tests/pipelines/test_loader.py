@@ -4,8 +4,6 @@ import cProfile
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +22,8 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_evaluation_loader
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.step_plan import EvaluationPlan
-from tests.support import faulty_files
 from tests.support.pictures import texture, unusable_files
 from tests.support.streams import SMALL, assert_same, evaluation, needs_dali, opened, unlabeled
-
-ROOT = Path(__file__).resolve().parents[2]
 
 CROPS = (SMALL, SMALL, replace(SMALL, size=16, crop_scale=(0.05, 0.14)))  # as SwAV's
 
@@ -198,37 +193,6 @@ def test_loader_bad_file_is_named_at_its_step_or_replaced(own, reader, how):
     assert list(loader.replaced) == [bad] and list(loader.bad.items()) == [(path, reason)]
 
 
-CUT_SHORT = """
-import sys
-from pipelines.data_errors import BadImage
-from pipelines.datasets.folders import image_folder
-from tests.support.streams import opened, unlabeled
-plan = unlabeled(image_folder(sys.argv[1]))
-print("bad", plan.index.path(int(plan(1).indices[2])), flush=True)
-for allowed in (1, 0):
-    loader = opened(plan, "dali", bad_images=allowed)
-    try:
-        loader(0), loader(1)
-        print("replaced", *loader.bad.items())
-    except BadImage as error:
-        print("named", *error.files)
-"""
-
-
-@needs_dali
-@pytest.mark.slow
-@pytest.mark.skipif(faulty_files.COMPILER is None, reason="no C compiler")
-def test_loader_replaces_or_names_a_file_cut_short_while_it_is_read(own, tmp_path):
-    """Its length is known by then, and its bytes are not: a mapped file would end the process by SIGBUS."""
-    bad = str(own.path(int(unlabeled(own)(1).indices[2])))
-    command = [sys.executable, "-c", CUT_SHORT, str(own.root)]
-    environment = faulty_files.preloaded(tmp_path, CUT_SHORT=bad)
-    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    found = [line for line in ended.stdout.splitlines() if not line.startswith("step")]
-    assert found == [f"bad {bad}", *(f"{how} ({bad!r}, 'an empty file')" for how in ("replaced", "named"))]
-
-
 def test_loader_replaces_an_allowed_bad_file_and_keeps_the_other_rows(own, index, reader, capfd):
     plan = unlabeled(own)
     bad = int(plan(2).indices[3])
@@ -363,20 +327,3 @@ def test_loader_without_a_gpu_raises_one_clear_error(index, reader, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DataError, match="no NVIDIA GPU with a working driver"):
         opened(unlabeled(index), reader, device="gpu")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"device": "cuda"}, "device must be one of cpu, gpu, not 'cuda'"),
-        ({"backend": "pil"}, "one of auto, dali, torchvision"),
-        ({"view_operator": "fused"}, "one of auto, True, False, not 'fused'"),
-        ({"threads": 0}, "threads must be 1 or more"),
-        ({"prefetch": 0}, "prefetch must be 1 or more"),
-        ({"hw_decoder_share": 1.5}, "hw_decoder_share must be from 0 to 1, not 1.5"),
-        ({"hw_decoder_share": -0.1}, "from 0 to 1"),
-    ],
-)
-def test_loader_options_refuse_values_that_do_not_exist(options, words):
-    with pytest.raises(ValueError, match=words):
-        LoaderOptions(**options)

@@ -9,7 +9,7 @@ from PIL import Image
 from pipelines import verify
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_tree
-from pipelines.datasets.in_memory import digits
+from pipelines.datasets.in_memory import synthetic
 from pipelines.datasets.index_file import load_index, save_index
 from pipelines.verify import check
 from tests.support.pictures import cut_short, encoded, texture, unusable_files, write_image, write_kinds
@@ -49,25 +49,25 @@ def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_pat
     for name, content in (good | bad).items():
         (folder / name).write_bytes(content)
     index = image_tree(folder)
-    report = check(index, reader)
-    reasons = {os.path.basename(path): reason for path, reason in report.bad}
+    checked = check(index, reader)
+    reasons = {os.path.basename(path): reason for path, reason in checked.bad_files()}
     assert set(reasons) == set(bad)
     assert reasons["half.jpg"] == reasons["unended.jpg"] == "a truncated JPEG: its end is missing"
     assert reasons["empty.jpg"] == "an empty file"
     assert "not an image" in reasons["noise.jpg"] and "not an image" in reasons["page.jpg"]
     assert "a GIF" in reasons["gif.JPEG"]
     assert "damaged" in reasons["half.png"]
-    for name, size in zip(report.index.files, report.index.sizes.tolist()):
+    for name, size in zip(checked.files, checked.sizes.tolist()):
         assert size == ([0, 0] if name in bad else [1, 1] if name == "one.jpg" else [HEIGHT, WIDTH]), name
 
     (folder / "empty.jpg").write_bytes(good["plain.jpg"])
     (folder / "one.jpg").unlink()
-    report = check(index, reader)
-    reasons = {os.path.basename(path): reason for path, reason in report.bad}
+    checked = check(index, reader)
+    reasons = {os.path.basename(path): reason for path, reason in checked.bad_files()}
     assert "empty.jpg" not in reasons and reasons["one.jpg"] == "no such file"
-    save_index(report.index, tmp_path / "index.npz")
+    save_index(checked, tmp_path / "index.npz")
     kept = load_index(tmp_path / "index.npz")
-    assert kept.bad == report.index.bad and kept.fingerprint() == report.index.fingerprint()
+    assert kept.bad == checked.bad and kept.fingerprint() == checked.fingerprint()
 
 
 def test_check_blames_only_the_bad_files_among_many_batches(tmp_path, reader, monkeypatch):
@@ -78,11 +78,10 @@ def test_check_blames_only_the_bad_files_among_many_batches(tmp_path, reader, mo
         if i in (0, 9, 10, 22):
             cut_short(path)
     seen = []
-    report = check(image_tree(tmp_path), reader, progress=lambda *count: seen.append(count))
-    assert report.index.bad == dict.fromkeys([0, 9, 10, 22], "a truncated JPEG: its end is missing")
-    sizes = [[0, 0] if i in report.index.bad else [50, 60 + i] for i in range(23)]
-    assert report.index.sizes.tolist() == sizes and seen == [(10, 23), (20, 23), (23, 23)]
-    assert report.decoder == ("DALI" if reader == "dali" else "PIL")
+    checked = check(image_tree(tmp_path), reader, progress=lambda *count: seen.append(count))
+    assert checked.bad == dict.fromkeys([0, 9, 10, 22], "a truncated JPEG: its end is missing")
+    sizes = [[0, 0] if i in checked.bad else [50, 60 + i] for i in range(23)]
+    assert checked.sizes.tolist() == sizes and seen == [(10, 23), (20, 23), (23, 23)]
 
 
 @needs_dali
@@ -100,7 +99,7 @@ def test_check_decodes_single_files_only_after_a_failed_batch(tmp_path, monkeypa
     assert built == [4]
     cut_short(tmp_path / "05.jpg")
     built.clear()
-    assert list(check(index, "dali").index.bad) == [5]
+    assert list(check(index, "dali").bad) == [5]
     # A failure ends a pipeline: one more for the third batch, and one more for the files after the bad one.
     assert built == [4, 1, 1, 4]
 
@@ -124,10 +123,10 @@ def test_check_refuses_too_many_pixels_without_decoding_them(tmp_path, monkeypat
     write_image(tmp_path / "small.png", 20, 5)
     decoded = []
     fake_decoder(monkeypatch, lambda paths: decoded.extend(paths) or [(5, 20)] * len(paths))
-    report = check(image_tree(tmp_path), "torchvision")
+    checked = check(image_tree(tmp_path), "torchvision")
     assert decoded == [tmp_path / "small.png"]
     too_many = "more than 100 megapixels"
-    assert report.index.bad == {0: too_many, 1: f"11000 x 10000 pixels, {too_many}"}
+    assert checked.bad == {0: too_many, 1: f"11000 x 10000 pixels, {too_many}"}
 
 
 def test_check_doubts_a_lenient_decoder(tmp_path, monkeypatch):
@@ -138,11 +137,11 @@ def test_check_doubts_a_lenient_decoder(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-2])
     write_image(tmp_path / "b.png")
     fake_decoder(monkeypatch, lambda paths: [(6, 8)] * len(paths))
-    assert check(image_tree(tmp_path), "torchvision").index.bad == {0: "a truncated JPEG: its end is missing"}
+    assert check(image_tree(tmp_path), "torchvision").bad == {0: "a truncated JPEG: its end is missing"}
     fake_decoder(monkeypatch, lambda paths: [(8, 6)] * len(paths))
-    report = check(image_tree(tmp_path), "torchvision")
-    assert report.index.bad[1] == "decodes to 6 x 8 pixels, but its header says 8 x 6"
-    assert report.index.sizes[1].tolist() == [0, 0]
+    checked = check(image_tree(tmp_path), "torchvision")
+    assert checked.bad[1] == "decodes to 6 x 8 pixels, but its header says 8 x 6"
+    assert checked.sizes[1].tolist() == [0, 0]
 
 
 def test_check_blames_a_decoder_that_refuses_everything(tmp_path, monkeypatch):
@@ -160,10 +159,6 @@ def test_check_blames_a_decoder_that_refuses_everything(tmp_path, monkeypatch):
     assert len(check(image_tree(tmp_path), "torchvision").bad) == 3
 
 
-def test_check_refuses_data_in_memory_and_an_unknown_back_end(tmp_path):
-    pytest.importorskip("sklearn")
+def test_check_refuses_data_in_memory():
     with pytest.raises(DataError, match="held in memory"):
-        check(digits())
-    write_image(tmp_path / "a.jpg")
-    with pytest.raises(ValueError, match="backend"):
-        check(image_tree(tmp_path), "pillow")
+        check(synthetic(4, 2, 8, seed=0))

@@ -4,7 +4,6 @@
  *   FAULT_COUNT of them (1) take FAULT_US and end with the error FAULT_ERRNO, if that is not 0. FAULT_LATE=1: they have
  *   happened, and only their answer is lost.
  * SHORT_READS: a read returns at most so many bytes.
- * CUT_SHORT: this file loses its content once its length is known and before its bytes are read, mapped or not.
  *
  * faulty_files_settings() reads the environment again, for a process that was forked. */
 #define _GNU_SOURCE
@@ -15,7 +14,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -50,12 +48,6 @@ static int below(const char *path) { return folder && !strncmp(path, folder, str
 static int opened(const char *path, int file) {
     if (file >= 0 && file < FILES) faulty[file] = below(path);
     return file;
-}
-
-static void cut(int file) {
-    const char *path = getenv("CUT_SHORT");
-    struct stat wanted, found;
-    if (path && !stat(path, &wanted) && !fstat(file, &found) && wanted.st_ino == found.st_ino && truncate(path, 0)) _exit(99);
 }
 
 /* Whether this call of `name`, on a file that is `concerned`, must fail. */
@@ -137,14 +129,3 @@ STAT(stat, stat)
 STAT(stat64, stat64)
 STAT(lstat, stat)
 STAT(lstat64, stat64)
-
-void *mmap(void *at, size_t length, int access, int flags, int file, off_t start) {
-    void *mapped = REAL(mmap)(at, length, access, flags, file, start);
-    if (file >= 0) cut(file);
-    return mapped;
-}
-
-size_t fread(void *to, size_t size, size_t count, FILE *stream) {
-    cut(fileno(stream));
-    return REAL(fread)(to, size, count, stream);
-}

@@ -1,4 +1,4 @@
-"""A file server on this machine: processes whose files open and read wrongly, or are cut short while they are read."""
+"""A file server on this machine: processes whose files open, read and write wrongly."""
 
 import os
 import shutil
@@ -9,9 +9,9 @@ SOURCE = Path(__file__).with_name("faulty_files.c")
 COMPILER = shutil.which("cc")
 
 
-def preloaded(scratch: Path, **settings: object) -> dict[str, str]:
-    """Return the environment of a process in which faulty_files.c is the file server. `settings`: its variables."""
+def preloaded(scratch: Path) -> dict[str, str]:
+    """Return the environment of a process in which faulty_files.c is the file server."""
     library = scratch / "faulty_files.so"
     assert COMPILER is not None, "it needs a C compiler, cc"
     subprocess.run([COMPILER, "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"], check=True)
-    return {**os.environ, "LD_PRELOAD": str(library), **{key: str(value) for key, value in settings.items()}}
+    return {**os.environ, "LD_PRELOAD": str(library)}

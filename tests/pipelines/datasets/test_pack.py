@@ -103,7 +103,7 @@ def test_a_pack_can_be_read_by_other_programs(index, pack):
     assert foreign.labels.tolist() == index.labels.tolist()
     assert foreign.sizes.tolist() == index.sizes.tolist()
     assert foreign.name(1) == "000000.tar/00000001.jpg" and foreign.damage(1) is None
-    assert check(replace(foreign, bad={1: "another decoder refuses it"}), "torchvision").bad == []
+    assert check(replace(foreign, bad={1: "another decoder refuses it"}), "torchvision").bad == {}
     shard, offset, _ = place(foreign, 1)
     damage(shard, offset)
     assert "its checksum is another" in open_pack(pack).damage(1)
@@ -119,7 +119,7 @@ def test_bad_images_keep_their_numbers_without_bytes(tmp_path, index):
     assert packed.content(4) == b"" and packed.content(5) == index.path(5).read_bytes()
     assert packed.contents() == scanned.contents()  # a run can go on with either
     reason = "a truncated JPEG: its end is missing"  # as of a file
-    assert check(packed, "torchvision").index.bad == {2: reason, 4: scanned.bad[4]}
+    assert check(packed, "torchvision").bad == {2: reason, 4: scanned.bad[4]}
 
 
 # -- a kill while writing; tests/checkpoint/test_faults.py has one at every call
@@ -223,10 +223,10 @@ def test_what_cannot_be_packed_is_named(tmp_path, index):
 
 def test_the_check_finds_a_flipped_bit_that_decoders_forgive(index, pack, reader):
     good = open_pack(pack)
-    assert check(good, reader).bad == []
+    assert check(good, reader).bad == {}
     shard, offset, length = place(good, 8)
     damage(shard, offset + length // 2, 1)
-    ((path, reason),) = check(open_pack(pack), reader).bad
+    ((path, reason),) = check(open_pack(pack), reader).bad_files()
     said = f"damaged in the shard {shard}: its checksum is another"
     assert path == f"{pack}/{index.name(8)}" and said in reason
 

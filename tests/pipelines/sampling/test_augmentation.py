@@ -129,12 +129,6 @@ def test_uniform_at_a_position_is_what_reading_on_reaches(seed, step, block, cou
     assert (ahead >= 0).all() and (ahead < 1).all()
 
 
-@pytest.mark.parametrize("seed", [-1, 2**64])
-def test_uniform_refuses_a_seed_that_would_be_cut(seed):
-    with pytest.raises(ValueError, match="seed must be a whole number"):
-        uniform(seed, "a", (0, 0, 0, 0), 1)
-
-
 # -- the distribution of the other draws
 
 COUNT = 20_000
