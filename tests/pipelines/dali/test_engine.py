@@ -5,7 +5,6 @@ import os
 import resource
 import threading
 from dataclasses import fields
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,9 +18,8 @@ from nvidia.dali.plugin.pytorch import feed_ndarray
 
 from pipelines.backend import LoaderOptions
 from pipelines.dali import engine
-from pipelines.dali.engine import READERS, DaliEngine, FilePaths, PackedImages, PixelsInMemory
+from pipelines.dali.engine import READERS, DaliEngine, PackedImages, PixelsInMemory
 from pipelines.data_errors import DataError
-from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import open_pack, write_pack
 from pipelines.sampling.augmentation import ViewParams, draw_view
 from pipelines.sampling.step_plan import BatchDraws
@@ -45,15 +43,6 @@ def test_decoder_has_the_share_on_a_gpu_and_no_option_on_a_cpu(index, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         DaliEngine(unlabeled(index), options, draws=unlabeled(index), first_step=0)
     assert views.call_args.kwargs["decoder"] == expected
-
-
-def test_file_paths_of_any_length_are_the_files_of_the_index(tmp_path):
-    names = ["a", "a much longer name.jpg", os.fsdecode("deep/er/é 図.png".encode()), "b.jpg", "a"]
-    sizes = np.ones((len(names), 2), np.int32)
-    paths = FilePaths(ImageIndex(tmp_path, names, np.full(len(names), -1), (), sizes))
-    for wanted in ([0, 3], [4, 2, 1, 0, 0]):
-        found = [Path(os.fsdecode(row.tobytes())) for row in paths(np.array(wanted))]
-        assert found == [tmp_path / names[i] for i in wanted]
 
 
 def test_packed_images_are_read_in_threads_one_iteration_ahead(index, tmp_path, monkeypatch):

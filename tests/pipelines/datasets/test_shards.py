@@ -3,7 +3,6 @@
 import gzip
 import os
 import re
-import resource
 import tarfile
 from pathlib import Path
 from unittest import mock
@@ -13,7 +12,6 @@ import pytest
 from PIL import Image
 
 from pipelines.data_errors import DataError
-from pipelines.datasets import shards
 from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.pack import open_pack
 from pipelines.datasets.shards import Shards, scan_shard
@@ -250,13 +248,3 @@ def test_shards_behind_links_out_of_their_folder_are_refused(folder, tmp_path):
     (folder / "a-001.tar").unlink()
     (folder / "a-001.tar").symlink_to("a-000.tar")
     assert len(open_pack(folder)) == 4
-
-
-def test_shards_raise_the_limit_of_open_files(monkeypatch):
-    """ImageNet has 1,024 shards on a public hub, as many as most systems let a process open."""
-    calls = []
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: calls.append(limits))
-    for count in (10, 1024, 100_000):
-        shards.allow_open_files(count)
-    assert calls == [(1536, 4096), (4096, 4096)]
