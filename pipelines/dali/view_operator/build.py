@@ -11,13 +11,11 @@ import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from pipelines import atomic_files, code_cache
+from pipelines import code_cache
 from pipelines.backend import dali_problem
 from pipelines.data_errors import DataError
 
@@ -38,46 +36,6 @@ DALI_HEADER = "dali/core/geom/mat.h"
 # Whole numbers and sums are rounded where DALI's CPU operators round them, so no product may be contracted with a sum.
 NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
 WIDEST_BLUR = 65  # pixels, on a GPU: kWidest of pixel.h on each side
-
-
-def build(prove: Callable[[Path], None], *, prebuilt: bool = False) -> Path:
-    """Return the view operator, compiled unless it is kept already. `prove(path)` raises if it must not be kept.
-
-    It is kept in this package if `prebuilt`, else in the cache folder. Raises DataError where it cannot be compiled
-    (the text says what is missing, or what the compiler said), kept, or loaded by DALI.
-    """
-    if (reason := unavailable()) is not None:
-        raise DataError(f"the view operator cannot be built here: {reason}")
-    if (path := kept(prebuilt=prebuilt)) is not None:
-        return path
-    folder = PREBUILT if prebuilt else code_cache.cache_folder("view_operator")
-    try:
-        atomic_files.make_folder(folder, 0o700)
-        # The ranks of a machine start together, and one build serves them all.
-        with (
-            atomic_files.exclusive(folder / ".lock", wait=True),
-            tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as work,
-        ):
-            if (path := kept(prebuilt=prebuilt)) is not None:  # by another process, meanwhile
-                return path
-            library = Path(work) / library_name()
-            code = _compiled(library)
-            code_cache.write(library, code)
-            try:
-                prove(library)
-            except RuntimeError as error:  # from DALI
-                raise DataError(f"the view operator compiles, but DALI cannot run it: {error}") from error
-            path = folder / library.name
-            code_cache.write(path, code)
-            if prebuilt:
-                folder.chmod(0o755)
-                path.chmod(0o644)
-    except OSError as error:
-        raise DataError(
-            f"the view operator cannot be kept in {folder}: {error.strerror or error}; set FASTSUNCET_CACHE to "
-            "a folder that can be written"
-        ) from error
-    return path
 
 
 def kept(*, prebuilt: bool = False) -> Path | None:
@@ -136,7 +94,7 @@ def sources() -> list[Path]:
     return sorted(path for ending in ("cc", "h") for path in SOURCES.glob(f"*.{ending}"))
 
 
-def _compiled(library: Path) -> bytes:
+def compile_library(library: Path) -> bytes:
     """Return the code of the library, compiled as a file beside `library`."""
     from nvidia.dali import sysconfig
 

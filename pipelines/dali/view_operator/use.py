@@ -1,12 +1,15 @@
-"""Decide whether a loader uses the view operator, and load it into DALI."""
+"""Decide whether a loader uses the view operator, build it where it is not, and load it into DALI."""
 
+import tempfile
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from pipelines import atomic_files, code_cache
 from pipelines.backend import require_gpu
-from pipelines.dali.view_operator.build import build, kept, kernels, library_name, unavailable
+from pipelines.dali.view_operator import build
+from pipelines.dali.view_operator.build import kept, kernels, library_name, unavailable
 from pipelines.data_errors import DataError
 from pipelines.output import say_line, say_once
 
@@ -36,20 +39,53 @@ def choose(view_operator: bool | Literal["auto"], device: str) -> bool:
 
 
 def built(*, prebuilt: bool = False) -> Path:
-    """Return the view operator, built and compared with DALI's operators if it was not before. Raises DataError."""
-    if (path := kept()) is not None:
+    """Return the view operator, compiled and compared with DALI's operators if it was not before.
+
+    It is kept in this package if `prebuilt`, else in the cache folder. Raises DataError where it cannot be compiled
+    (the text says what is missing, or what the compiler said), kept or loaded by DALI, or differs from DALI's.
+    """
+    if (path := kept(prebuilt=prebuilt)) is not None:
         return path
-    if unavailable() is None:
-        say_line(f"Building the view operator, once for this machine and user ({COMMAND}) ...")
+    if (reason := unavailable()) is not None:
+        raise DataError(f"the view operator cannot be built here: {reason}")
+    say_line(f"Building the view operator, once for this machine and user ({COMMAND}) ...")
+    folder = build.PREBUILT if prebuilt else code_cache.cache_folder("view_operator")
+    try:
+        atomic_files.make_folder(folder, 0o700)
+        # The ranks of a machine start together, and one build serves them all.
+        with (
+            atomic_files.exclusive(folder / ".lock", wait=True),
+            tempfile.TemporaryDirectory(dir=folder, prefix=".tmp-") as work,
+        ):
+            if (path := kept(prebuilt=prebuilt)) is not None:  # by another process, meanwhile
+                return path
+            library = Path(work) / library_name()
+            code = build.compile_library(library)
+            code_cache.write(library, code)
+            prove(library)
+            path = folder / library.name
+            code_cache.write(path, code)
+            if prebuilt:
+                folder.chmod(0o755)
+                path.chmod(0o644)
+    except OSError as error:
+        raise DataError(
+            f"the view operator cannot be kept in {folder}: {error.strerror or error}; set FASTSUNCET_CACHE to "
+            "a folder that can be written"
+        ) from error
+    return path
 
-    def prove(library: Path) -> None:
-        # It imports DALI, which can be absent.
-        from pipelines.dali.view_operator.check_equal import require_equal
 
+def prove(library: Path) -> None:
+    """Load a new library and compare it with DALI's operators. Raises DataError."""
+    # It imports DALI, which can be absent.
+    from pipelines.dali.view_operator.check_equal import require_equal
+
+    try:
         load(library)
         require_equal()
-
-    return build(prove, prebuilt=prebuilt)
+    except RuntimeError as error:  # from DALI
+        raise DataError(f"the view operator compiles, but DALI cannot run it: {error}") from error
 
 
 proved: set[int] = set()  # the GPUs on which it was compared, by this process or by another

@@ -21,16 +21,13 @@ from tests.support.view_operator import MISSING, tiny_compiler
 
 @pytest.fixture
 def tiny(monkeypatch, tmp_path) -> Path:
-    """The folder of an own cache, for libraries that a tiny compiler writes."""
+    """The folder of an own cache, for libraries that a tiny compiler writes and nothing proves."""
     if MISSING is not None and "compiler" not in MISSING:
         pytest.skip(f"the view operator cannot be built: {MISSING}")
     monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(tiny_compiler(tmp_path)))
+    monkeypatch.setattr(use, "prove", lambda _: None)
     return tmp_path / "cache" / "view_operator"
-
-
-def kept_by_default(**options) -> Path:
-    return build.build(lambda _: None, **options)
 
 
 def libraries(folder: Path) -> list[Path]:
@@ -39,9 +36,10 @@ def libraries(folder: Path) -> list[Path]:
 
 def test_build_keeps_a_library_and_compiles_once(tiny, monkeypatch):
     proved = []
+    monkeypatch.setattr(use, "prove", proved.append)
     assert build.kept() is None
-    path = build.build(proved.append)
-    assert build.kept() == path == build.build(proved.append) and len(proved) == 1
+    path = use.built()
+    assert build.kept() == path == use.built() and len(proved) == 1
     assert libraries(tiny) == [path] and not list(tiny.glob(".tmp*"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert build.kept() == path  # using it needs no compiler
@@ -49,7 +47,8 @@ def test_build_keeps_a_library_and_compiles_once(tiny, monkeypatch):
 
 def build_on_a_rank(rank: int, world_size: int, cache: str, compiler: str) -> None:
     os.environ.update(FASTSUNCET_CACHE=cache, CXX=compiler)
-    kept_by_default()
+    with mock.patch.object(use, "prove"):
+        use.built()
 
 
 @pytest.mark.slow
@@ -60,24 +59,26 @@ def test_build_of_several_processes_compiles_once(tiny, tmp_path):
     assert (tmp_path / "calls").read_text() == "x\n" and len(libraries(tiny)) == 1
 
 
-def test_build_keeps_no_half_library_and_none_that_fails_its_proof(tiny):
+def test_build_keeps_no_half_library_and_none_that_fails_its_proof(tiny, monkeypatch):
     def refuse(path):
         assert path.exists()
         raise DataError("another pixel")
 
+    monkeypatch.setattr(use, "prove", refuse)
     with pytest.raises(DataError, match="another pixel"):
-        build.build(refuse)
+        use.built()
     assert build.kept() is None and libraries(tiny) == []
-    path = kept_by_default()
+    monkeypatch.setattr(use, "prove", lambda _: None)
+    path = use.built()
     path.write_bytes(path.read_bytes()[:-1])
     assert build.kept() is None
-    assert kept_by_default() == path == build.kept()
+    assert use.built() == path == build.kept()
 
 
 def test_build_prebuilt_serves_every_user_of_an_installation(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "package" / "prebuilt")
-    own = kept_by_default()  # in the cache folder, which serves one user
-    path = kept_by_default(prebuilt=True)
+    own = use.built()  # in the cache folder, which serves one user
+    path = use.built(prebuilt=True)
     assert path.parent == build.PREBUILT and build.kept() == path and own.parent != path.parent
     assert path.parent.stat().st_mode & 0o777 == 0o755 and path.stat().st_mode & 0o777 == 0o644
 
@@ -110,6 +111,9 @@ def test_library_name_depends_on_everything_that_decides_the_code(tiny, monkeypa
 # -- where a loader uses it
 
 
+PROVE = use.prove
+
+
 def no_home(monkeypatch, tmp_path):
     monkeypatch.delenv("FASTSUNCET_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -118,7 +122,7 @@ def no_home(monkeypatch, tmp_path):
 
 def broken_library(monkeypatch, tmp_path):
     (tmp_path / "broken.so").write_bytes(b"no library")
-    monkeypatch.setattr(use, "kept", lambda: tmp_path / "broken.so")
+    monkeypatch.setattr(use, "kept", lambda **_: tmp_path / "broken.so")
 
 
 def compiler(body: str):
@@ -138,7 +142,7 @@ def cache(folder: str):
 
 
 def open_to_others(monkeypatch, tmp_path):
-    kept_by_default().chmod(0o720)  # see tests/pipelines/test_code_cache.py
+    use.built().chmod(0o720)  # see tests/pipelines/test_code_cache.py
 
 
 def without_headers(named: str):
@@ -170,6 +174,7 @@ def test_choose_auto_falls_back_and_true_raises_where_it_cannot_be_used(
     tiny, monkeypatch, tmp_path, capsys, spoil, said
 ):
     spoil(monkeypatch, tmp_path)
+    monkeypatch.setattr(use, "prove", PROVE)
     monkeypatch.setattr(use, "_loaded", [])
     use.say_once.cache_clear()
     assert not use.choose("auto", "cpu")
@@ -187,9 +192,8 @@ def test_choose_auto_falls_back_and_true_raises_where_it_cannot_be_used(
 @pytest.mark.parametrize("setting", ["auto", True])
 def test_choose_builds_what_is_not_built(tiny, monkeypatch, capsys, setting):
     calls = []
-    monkeypatch.setattr(use, "build", lambda prove, **_: calls.append(prove) or tiny / "made.so")
     monkeypatch.setattr(use, "load", calls.append)
-    assert use.choose(setting, "cpu") and calls[1:] == [tiny / "made.so"]
+    assert use.choose(setting, "cpu") and calls == [build.kept()]
     assert "Building the view operator, once for this machine" in capsys.readouterr().out
     assert not use.choose(False, "cpu") and not use.choose("auto", "gpu")
 
