@@ -115,11 +115,8 @@ def best_classifier(
     # That of a checkpoint of pre-training knows no later label.
     pre_trained = encoder.tuned is None and encoder.trained is not None and Path(encoder.source).is_dir()
     if encoder.classifier is not None and not pre_trained:
-        try:
-            record = json.loads((run / RESULT).read_bytes())["record"]
-        except (OSError, ValueError, KeyError, TypeError):
-            record = None  # weights of another program, or a fine-tuning that has not ended
-        if record is None:
+        record = atomic_files.read_object(run / RESULT).get("record")
+        if record is None:  # weights of another program, or a fine-tuning that has not ended
             said = f"classifier   the layer of {encoder.source}; its probabilities are not calibrated"
             return encoder, Classifier(encoder.classifier, encoder.classes, None), [said]
         tuned = _tuned(encoder, record, "")

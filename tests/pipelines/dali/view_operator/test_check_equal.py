@@ -12,10 +12,8 @@ import pytest
 
 pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 
-from pipelines.dali import graphs
 from pipelines.dali.view_operator import check_equal
 from pipelines.data_errors import DataError
-from pipelines.sampling.augmentation import Augmentation
 
 pytestmark = pytest.mark.usefixtures("view_operator")
 
@@ -80,19 +78,12 @@ def every_size() -> tuple:
     return images, inputs(len(images), brightness=1.3, contrast=0.6, saturation=1.4, hue=-0.15, gray=gray)
 
 
-def never_drawn(name: str) -> tuple:
-    """An augmentation that leaves a number out."""
-    return *check_equal.random_batch(7, count=6), replace(Augmentation(), **{name: 0})
-
-
 BATCHES = {
     "any images and numbers": lambda: check_equal.random_batch(1),
     **{f"blur, window {window}": partial(blurred, window) for window in ("auto", 1, 3, 23)},
     "every seventh level": every_seventh_level,
     "every size": every_size,
 }
-for name in (*graphs.FACTORS, "gray", "blur", "flip", "jitter"):
-    BATCHES[f"never {name}"] = partial(never_drawn, name)
 
 
 @pytest.mark.slow

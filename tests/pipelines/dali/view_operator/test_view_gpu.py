@@ -93,7 +93,7 @@ def test_kernels_make_the_values_of_the_cpus_loops(library, blocks, threads):
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize("card", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (99, 0)])
+@pytest.mark.parametrize("card", [(7, 5), (9, 0), (12, 0), (99, 0)])
 def test_kernels_are_machine_code_unless_the_card_is_newer_than_nvrtc(monkeypatch, card):
     """A driver older than NVRTC refuses its PTX (cudaErrorUnsupportedPtxVersion), but not machine code."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device_id: card)
