@@ -141,12 +141,10 @@ def _predictions(
     """Yield the prediction of each image from its row of `TwoBest`; the file's name alone for a skipped one."""
     for number, row in enumerate(rows.tolist()):
         name, (first, probability, second, other) = name_of(number), row
-        skipped = math.isnan(first)
-        yield (
-            name
-            if skipped
-            else Prediction(name, classes[int(first)], probability, classes[int(second)], other)
-        )
+        if math.isnan(first):
+            yield name
+        else:
+            yield Prediction(name, classes[int(first)], probability, classes[int(second)], other)
 
 
 def _save(path: Path, found: Iterable[Prediction | str]) -> None:

@@ -16,9 +16,8 @@ SIZES = (224, 160, 128, 96, 64, 48, 32)  # of a view, in pixels
 SMALL = 40  # images of fewer pixels have the networks' stem for small images, and no published weights
 SHARP = 64  # views of at most as many pixels are not blurred: sigma, up to 2 pixels, is meant for 224
 FEW_PASSES = 100  # fewer passes over the images than this are too few for a contrastive loss
-FEW_IMAGES = (
-    10_000  # 3,068 photos were too few for a contrastive loss to be ahead, 50,000 images enough (RESULTS.md)
-)
+# 3,068 photos were too few for a contrastive loss to be ahead, 50,000 images enough (RESULTS.md).
+FEW_IMAGES = 10_000
 MANY_IMAGES = 100_000
 FEW_LABELS = 20  # of a class: SuNCEt is ahead of cross-entropy with 10, behind it with 50
 MANY_LABELS = 0.5  # share of the images from which on the other images are left out
@@ -124,11 +123,11 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     large = gpu and (weights is not None or s.images >= 20_000)
     name = (weights.name if weights else None) or ("resnet50" if large else "resnet18")
     stem = "cifar" if small else weights.stem if weights else "imagenet"
-    why_name = (
-        "a GPU and enough images" if large else "small: quick on a CPU" if not gpu else "small: few images"
-    )
     if weights and weights.name:
         why_name = "the network of the weights"
+    else:
+        small_for = "few images" if gpu else "quick on a CPU"
+        why_name = "a GPU and enough images" if large else f"small: {small_for}"
 
     # ---- device: a few images do not fill several GPUs
     cards = m.count
@@ -189,38 +188,26 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     if predicted > 1.01 * hours:
         notes.append(f"the shortest sensible run takes longer than the {hours:g} hours given")
 
-    validation = s.validation if s.labels else None
-    why_validation = "never learned from" if validation else "no labels to measure with"
-    if s.labels and not validation:
-        if _left(s) < s.labels:
-            validation, why_validation = (
-                0.2,
-                "a fifth of the labels tells the accuracy; the network never sees it",
-            )
-        else:
-            why_validation = "too few labels to hold any out"
-    return Proposal(
-        (
-            *_data(s, size, weights, validation, why_validation),
-            Choice("model.name", name, why_name),
-            *([Choice("model.stem", stem, "for images this small")] if small else []),
-            Choice("model.init", weights.init if weights else None, _why_init(weights, why_scratch)),
-            Choice("model.hidden", 512 if name == "resnet18" else 2048, "of the projection head"),
-            *_criterion(s, batch, alone, supervision, enough, hours),
-            *_optimization(batch, length, epochs, weights),
-            *(
-                []
-                if gpu or m.device == "cpu"
-                else [Choice("meta.device", "cpu", "too few images for these GPUs")]
-            ),
-            *_measuring(validation, epochs),
-            *_finetuning(s, cards),
-        ),
-        _method(s, alone, supervision),
-        updates,
-        predicted,
-        tuple(notes),
-    )
+    validation, why_validation = s.validation, "never learned from"
+    if not s.labels:
+        validation, why_validation = None, "no labels to measure with"
+    elif not validation and _left(s) < s.labels:
+        validation = 0.2
+        why_validation = "a fifth of the labels tells the accuracy; the network never sees it"
+    elif not validation:
+        why_validation = "too few labels to hold any out"
+
+    choices = [*_data(s, size, weights, validation, why_validation), Choice("model.name", name, why_name)]
+    if small:
+        choices.append(Choice("model.stem", stem, "for images this small"))
+    choices.append(Choice("model.init", weights.init if weights else None, _why_init(weights, why_scratch)))
+    choices.append(Choice("model.hidden", 512 if name == "resnet18" else 2048, "of the projection head"))
+    choices += _criterion(s, batch, alone, supervision, enough, hours)
+    choices += _optimization(batch, length, epochs, weights)
+    if not gpu and m.device != "cpu":
+        choices.append(Choice("meta.device", "cpu", "too few images for these GPUs"))
+    choices += [*_measuring(validation, epochs), *_finetuning(s, cards)]
+    return Proposal(tuple(choices), _method(s, alone, supervision), updates, predicted, tuple(notes))
 
 
 def _data(
@@ -249,11 +236,8 @@ def _data(
 def _why_init(weights: Weights | None, why_scratch: str) -> str:
     if weights is None:
         return f"from scratch: {why_scratch or 'asked for'}"
-    return (
-        "published weights, as a rule far better than from scratch"
-        if weights.init == "timm"
-        else "as asked for"
-    )
+    published = "published weights, as a rule far better than from scratch"
+    return published if weights.init == "timm" else "as asked for"
 
 
 def _criterion(
