@@ -207,7 +207,7 @@ def _best_fine_tuning(
 def _tuned(encoder: Encoder, record: dict[str, Any], because: str) -> Classifier:
     """Return the classifier of a fine-tuned network, calibrated on the images that its record was measured on."""
     assert encoder.classifier is not None, "it was fine-tuned"
-    calibration, count = Calibration(**record.get("calibration", {})), record["images"]
+    calibration, count = Calibration(**record["calibration"]), record["images"]
     by = BY_FOLDS if "folds" in record["setting"] else "on {:,} validation images"
     with torch.no_grad():
         for parameter in encoder.classifier.parameters():

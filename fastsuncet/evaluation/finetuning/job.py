@@ -141,7 +141,7 @@ class FineTuningJob:
             return {"validation": judged, "record": self._record(logits, truth, trainer, frozen)}
 
         def usable(kept: dict[str, Any]) -> bool:
-            return "calibration" in kept.get("record", {}) and kept.get("validation") == judged
+            return kept.get("validation") == judged
 
         with exclusive_run_folder(self.folder, self.place):
             where = (self.folder / RESULT, identity, self.place)
