@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from fastsuncet.checkpoint.run_folder import RunStatus, disk_errors
 from fastsuncet.commands.ranks import as_rank
@@ -26,6 +25,8 @@ from fastsuncet.tuning.rungs import candidates
 from pipelines import atomic_files
 
 CHILD = 900.0  # seconds for one contender at most: torch.compile takes minutes
+
+Tried = tuple[Rung, Outcome]
 
 
 def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> int:
@@ -73,10 +74,10 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
         say(
             f"contenders: {len(rungs)}, at most {minutes:g} minutes: {', '.join(rung.name for rung in rungs)}"
         )
-        found: list[Outcome] = []
-        for outcome in climb(rungs, compare, time_is_left):
-            say(line_of(outcome))
-            found.append(outcome)
+        found: list[Tried] = []
+        for rung, outcome in climb(rungs, compare, time_is_left):
+            say(line_of(rung, outcome))
+            found.append((rung, outcome))
         if any_rank(stopped()):
             stop = Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was written")
             RunStatus(status, place).write("preempted", None, str(stop))
@@ -84,17 +85,17 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
         if place.first:
             many = f", {place.world_size} processes" if place.world_size > 1 else ""
             write(output, config.file, found, f"{device_name(place)}{many}")
-            winners = sum(outcome.won for outcome in found)
+            winners = sum(outcome.won for _, outcome in found)
             say(
                 f"wrote {output}: {winners} of {len(found)} contenders won. Train it: fastsuncet train {output}"
             )
     return 0
 
 
-def line_of(outcome: Outcome) -> str:
+def line_of(rung: Rung, outcome: Outcome) -> str:
     """Return the line that is printed when a rung has been tried."""
     word = "won" if outcome.won else "not usable" if outcome.problem else "no gain"
-    return f"{outcome.rung.name:<24} {word:<11} {outcome.problem or _times(outcome)}"
+    return f"{rung.name:<24} {word:<11} {outcome.problem or _times(outcome)}"
 
 
 def _times(outcome: Outcome) -> str:
@@ -108,7 +109,7 @@ def _milliseconds(seconds: Sequence[float]) -> str:
     return f"{middle:.4g} ms ({least:.4g} to {most:.4g})"
 
 
-def write(output: Path, source: Path, outcomes: Sequence[Outcome], card: str) -> None:
+def write(output: Path, source: Path, found: Sequence[Tried], card: str) -> None:
     """Write a config with `source` as its base and the keys that won, each with what it gained on `card`."""
     named = {path.resolve(): name for name, path in shipped().items()}
     base = named.get(source.resolve()) or os.path.relpath(source.resolve(), output.resolve().parent)
@@ -117,12 +118,14 @@ def write(output: Path, source: Path, outcomes: Sequence[Outcome], card: str) ->
         f"base: {as_yaml(base)}",
     ]
     sections: dict[str, list[str]] = {}
-    won: dict[str, tuple[Any, Outcome]] = {}
-    for outcome in (each for each in outcomes if each.won):
-        won |= {key: (value, outcome) for key, value in outcome.rung.values.items()}
-    for key, (value, outcome) in won.items():
+    won: dict[str, Tried] = {}
+    for rung, outcome in found:
+        if outcome.won:
+            won |= dict.fromkeys(rung.values, (rung, outcome))
+    for key, (rung, outcome) in won.items():
         section, _, name = key.rpartition(".")
-        text = [f"  # {outcome.rung.name}: {_times(outcome)}, {card}", f"  {name}: {as_yaml(value)}"]
+        value = as_yaml(rung.values[key])
+        text = [f"  # {rung.name}: {_times(outcome)}, {card}", f"  {name}: {value}"]
         sections.setdefault(section, []).extend(text)
     for section, text in sections.items():
         lines += [f"{section}:", *text]

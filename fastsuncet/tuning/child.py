@@ -32,7 +32,7 @@ from fastsuncet.kernels import switches
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, GraphedStep, tensors
 from fastsuncet.training.determinism import PRECISIONS, set_determinism
 from fastsuncet.training.step import build, train_step
-from fastsuncet.tuning.chooser import Report
+from fastsuncet.tuning.chooser import Outcome
 from fastsuncet.tuning.paths import PATHS
 from fastsuncet.tuning.trials import try_kernel
 
@@ -87,14 +87,14 @@ def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> No
             problem = bench.problem(base, contender, exact=asked["exact"])
             # A rank that has left would keep the others waiting in the first collective of the timing.
             if any_rank(problem is not None):
-                found = Report(problem=problem)
+                found = Outcome(problem=problem)
             else:
                 found = bench.time(base, contender, asked["clock"])
         # Anything can end a contender, and the parent reports it.
         except Exception as error:
             kind = "" if isinstance(error, FastSuncetError) else f"{type(error).__name__}: "
             first = (str(error).splitlines() or [""])[0]
-            found = Report(problem=kind + first, final=isinstance(error, FastSuncetError))
+            found = Outcome(problem=kind + first, final=isinstance(error, FastSuncetError))
             say(vars(found))
             os._exit(1)  # the parents then end the other ranks, which can be in a collective
         say(vars(found))
@@ -211,12 +211,12 @@ class Bench:
                 yield from (x.cpu() for x in tensors(stream(step, self.supervised)))
 
     # ------------------------------------------------------------------------------------------------------ timing
-    def time(self, base: Config, contender: Config, clock: str) -> Report:
+    def time(self, base: Config, contender: Config, clock: str) -> Outcome:
         """Return the seconds of a step of both: the contender between two turns of the base, one alive at a time."""
         before, _ = self._turn(base, clock)
         found, left = self._turn(contender, clock)
         after, _ = self._turn(base, clock)
-        return Report(base=before + after, contender=found, memory_left=left)
+        return Outcome(base=before + after, contender=found, memory_left=left)
 
     def _turn(self, config: Config, clock: str) -> tuple[list[float], float]:
         """Return the seconds of a step in each window, and the share of the card's memory that stays free."""

@@ -5,7 +5,7 @@ holds, and if it is faster than that by `MARGIN` and by more than the noise of t
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -26,25 +26,14 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What the child of one rank found. JSON types only."""
+class Outcome:
+    """What became of a rung on one rank, or by `judge` on all. JSON types only."""
 
     problem: str | None = None  # the proof that failed, or what ended the child
     final: bool = True  # False: another try can end otherwise, as after a lack of memory
-    base: Sequence[float] = ()  # seconds a step, by window
-    contender: Sequence[float] = ()
+    base: Sequence[float] = (1.0,)  # seconds a step, by window; of several ranks the slowest one's
+    contender: Sequence[float] = (1.0,)
     memory_left: float = 1.0  # of the card, 0 to 1, while the contender trains
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of a rung."""
-
-    rung: Rung
-    problem: str | None = None
-    final: bool = True
-    base: Sequence[float] = field(default=(1.0,))  # seconds a step of the slowest rank, by window
-    contender: Sequence[float] = field(default=(1.0,))
 
     @property
     def gain(self) -> float:
@@ -57,36 +46,36 @@ class Outcome:
         return not self.problem and self.gain >= MARGIN and median(self.contender) < min(self.base)
 
 
-def judge(rung: Rung, reports: Sequence[Report]) -> Outcome:
-    """Return what became of a rung from the reports of all ranks."""
+def judge(ranks: Sequence[Outcome]) -> Outcome:
+    """Return what became of a rung from what became of it on each rank."""
     # What was proved wrong before what merely ended: ranks end each other.
-    failed = [(not r.final, rank, r.problem) for rank, r in enumerate(reports) if r.problem]
+    failed = [(not r.final, rank, r.problem) for rank, r in enumerate(ranks) if r.problem]
     if failed:
         ended, rank, problem = min(failed)
-        where = f"rank {rank}: " if len(reports) > 1 else ""
-        return Outcome(rung, f"{where}{problem}", final=not ended)
-    left = min(each.memory_left for each in reports)
+        where = f"rank {rank}: " if len(ranks) > 1 else ""
+        return Outcome(f"{where}{problem}", final=not ended)
+    left = min(each.memory_left for each in ranks)
     if left < MEMORY_LEFT:
         problem = f"leaves {left:.0%} of the memory free, {MEMORY_LEFT:.0%} are needed"
-        return Outcome(rung, problem, final=False)
+        return Outcome(problem, final=False)
     # Ranks wait for each other, so a step takes as long as the slowest one's.
-    base = [max(window) for window in zip(*(each.base for each in reports))]
-    contender = [max(window) for window in zip(*(each.contender for each in reports))]
-    return Outcome(rung, base=base, contender=contender)
+    base = [max(window) for window in zip(*(each.base for each in ranks))]
+    contender = [max(window) for window in zip(*(each.contender for each in ranks))]
+    return Outcome(base=base, contender=contender)
 
 
 def climb(
     rungs: Iterable[Rung],
     compare: Callable[[Rung, Values], Outcome],  # of a rung with a base
     time_is_left: Callable[[], bool],
-) -> Iterator[Outcome]:
+) -> Iterator[tuple[Rung, Outcome]]:
     """Try the rungs in order, each on top of those that won, and yield what became of each."""
     base: Values = {}
     for rung in rungs:
         if time_is_left():
             outcome = compare(rung, base)
         else:
-            outcome = Outcome(rung, "not tried: no time left", final=False)
+            outcome = Outcome("not tried: no time left", final=False)
         if outcome.won:
             base |= rung.values
-        yield outcome
+        yield rung, outcome

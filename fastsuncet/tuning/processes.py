@@ -16,7 +16,7 @@ from typing import IO, Any
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
 from fastsuncet.paths import cli_command
-from fastsuncet.tuning.chooser import Outcome, Report, Rung, Values, judge
+from fastsuncet.tuning.chooser import Outcome, Rung, Values, judge
 
 POLL = 0.05  # seconds
 # Where a traceback of Python, or the end of a C++ program, has the error. Three lines of advice follow one of CUDA.
@@ -66,7 +66,7 @@ def compare(
 ) -> Outcome:
     """Prove a rung and time it against `base`, in a child of every rank; `request` is `request_of`'s. Collective."""
     sides = {"base": base, "contender": {**base, **rung.values}, "clock": rung.clock, "exact": rung.exact}
-    return judge(rung, [Report(**each) for each in run_children({**request, **sides}, seconds, stopped)])
+    return judge([Outcome(**each) for each in run_children({**request, **sides}, seconds, stopped)])
 
 
 def run_children(

@@ -73,8 +73,8 @@ def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):
     base.parent.mkdir()
     base.write_text("base: digits_demo\n")
 
-    def outcome(name: str, values: dict, seconds: float) -> Outcome:
-        return Outcome(Rung(name, values), base=[0.02, 0.021], contender=[seconds])
+    def outcome(name: str, values: dict, seconds: float) -> tuple[Rung, Outcome]:
+        return Rung(name, values), Outcome(base=[0.02, 0.021], contender=[seconds])
 
     found = [
         outcome("CUDA graph", {"meta.cuda_graph": True}, 0.01),

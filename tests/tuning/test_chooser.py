@@ -2,19 +2,19 @@
 
 import pytest
 
-from fastsuncet.tuning.chooser import Report, Rung, climb, judge
+from fastsuncet.tuning.chooser import Outcome, Rung, climb, judge
 
 COMPILE, GRAPH = Rung("compile", {"meta.compile": True}), Rung("graph", {"meta.cuda_graph": True}, exact=True)
 NOISE = (1.0, 1.01, 0.99)
 
 
-def report(contender: float, base: float = 1.0, noise=NOISE, **more) -> Report:
+def report(contender: float, base: float = 1.0, noise=NOISE, **more) -> Outcome:
     """Return a rank's report, with the same noise on both sides."""
     sides = {"base": [base * n for n in noise], "contender": [contender * n for n in noise]}
-    return Report(**sides, **more)
+    return Outcome(**sides, **more)
 
 
-ENDED = Report(problem="was killed by SIGKILL", final=False)
+ENDED = Outcome(problem="was killed by SIGKILL", final=False)
 
 
 @pytest.mark.parametrize(
@@ -24,10 +24,10 @@ ENDED = Report(problem="was killed by SIGKILL", final=False)
         pytest.param([report(1.2)], False, None, id="a loss"),
         pytest.param([report(0.98)], False, None, id="less than the margin"),
         pytest.param([report(0.8, noise=(1.0, 0.7, 1.1))], False, None, id="less than the noise"),
-        pytest.param([Report(problem="other bits")], False, "other bits", id="a failing proof"),
+        pytest.param([Outcome(problem="other bits")], False, "other bits", id="a failing proof"),
         pytest.param([report(0.8), ENDED], False, "rank 1: was killed by SIGKILL", id="one rank"),
         pytest.param(
-            [ENDED, Report(problem="other bits")], False, "rank 1: other bits", id="the reason first"
+            [ENDED, Outcome(problem="other bits")], False, "rank 1: other bits", id="the reason first"
         ),
         pytest.param([report(0.8), report(1.1)], False, None, id="the slowest rank counts"),
         pytest.param([report(0.8), report(0.9)], True, None, id="two ranks"),
@@ -41,7 +41,7 @@ ENDED = Report(problem="was killed by SIGKILL", final=False)
     ],
 )
 def test_judge(reports, won, problem):
-    outcome = judge(COMPILE, reports)
+    outcome = judge(reports)
     assert (outcome.won, outcome.problem) == (won, problem)
 
 
@@ -52,7 +52,7 @@ def climbed(speeds: dict[str, float | str], time_is_left=lambda: True):
     def compare(rung, base):
         asked.append((rung.name, dict(base)))
         seconds = speeds[rung.name]
-        return judge(rung, [Report(problem=seconds) if isinstance(seconds, str) else report(seconds)])
+        return judge([Outcome(problem=seconds) if isinstance(seconds, str) else report(seconds)])
 
     return list(climb((GRAPH, COMPILE), compare, time_is_left)), asked
 
@@ -63,11 +63,11 @@ def climbed(speeds: dict[str, float | str], time_is_left=lambda: True):
 )
 def test_climb_tries_each_rung_on_those_that_won(graph, won, base):
     found, asked = climbed({"graph": graph, "compile": 0.7})
-    assert [outcome.won for outcome in found] == won
+    assert [outcome.won for _, outcome in found] == won
     assert asked == [("graph", {}), ("compile", base)]
 
 
 def test_climb_stops_when_the_time_is_up_and_keeps_what_won():
     left = iter([True, False])
     found, asked = climbed({"graph": 0.8}, time_is_left=lambda: next(left))
-    assert found[0].won and found[1].problem == "not tried: no time left" and len(asked) == 1
+    assert found[0][1].won and found[1][1].problem == "not tried: no time left" and len(asked) == 1
