@@ -200,22 +200,18 @@ def wait_for(process: multiprocessing.Process, *files: Path) -> None:
 
 
 def test_start_ranks_returns_the_code_of_the_rank_that_failed_first(tmp_path):
-    cases = (
+    cases = {
         # Both at the same moment: 1 is what a rank returns whose connection to another broke.
-        ("sys.exit(3)", "sys.exit(1)", 3),
+        3: ("open('lost', 'w'); sys.exit(3)", "while not os.path.exists('lost'): pass\nsys.exit(1)"),
         # The other one waits in a collective until the agent ends it by SIGTERM.
-        ("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(60)", 137),
-    )
-    jobs = [
-        (
-            tmp_path / first,
-            code,
-            started_job(tmp_path / first, f"if os.environ['RANK'] == '1': {first}\n{other}"),
-        )
-        for first, other, code in cases
-    ]
-    for folder, code, process in jobs:
-        assert exit_code(process, folder) == code
+        137: ("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(60)"),
+    }
+    jobs = {
+        code: started_job(tmp_path / str(code), f"if os.environ['RANK'] == '1': {first}\n{other}")
+        for code, (first, other) in cases.items()
+    }
+    for code, process in jobs.items():
+        assert exit_code(process, tmp_path / str(code)) == code
 
 
 PREEMPTED, DONE, FAILED = (f'{{"exit_code": {code}}}' for code in (75, 0, 5))
