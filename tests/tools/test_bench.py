@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from tools.bench import (
     peers,
     pixels,
     run,
-    start,
     step,
     step_bench,
 )
@@ -52,7 +52,7 @@ def test_case_has_a_short_program_and_a_help(case, capsys):
     with pytest.raises(SystemExit, match="0"):
         run.main([case, "--help"])
     assert f" {case} [-h]" in (said := capsys.readouterr().out) and "--quick" in said
-    assert len((start.ROOT / f"tools/bench/{case}.py").read_text().splitlines()) <= 125
+    assert len((Path(run.__file__).with_name(f"{case}.py")).read_text().splitlines()) <= 125
 
 
 # What the contenders compute
@@ -202,22 +202,6 @@ def test_pixels_reports_speed_and_cpu_time_against_the_peer(report_of):
     for row in report["points"]:
         assert min(row["per_second"]) > 0 and min(row["cpu_ms"]) > 0
     assert "8 files" in report["tables"][0]["title"]
-
-
-def test_start_compares_commands_with_another_checkout(report_of, monkeypatch):
-    """The commands, of seconds each, do not run."""
-    ran = []
-    monkeypatch.setattr(start, "seconds", lambda words, checkout: ran.append(words[:2]) or (len(ran), 2.0))
-    points = {point["name"]: point for point in report_of("start", "--before", str(start.ROOT))["points"]}
-    assert points["import, now"]["cpu_to_before"] == [2 / 1] and points["first step, now"]["cpu"] == [4]
-    assert ran == [["-c", "import fastsuncet.commands.train"]] * 2 + [["-m", "fastsuncet"]] * 2
-
-
-def test_start_counts_the_processor_time_of_the_process_and_reports_its_errors():
-    cpu, wall = start.seconds(["-c", "import time; [0 for _ in range(10**6)]; time.sleep(0.3)"], start.ROOT)
-    assert 0 < cpu < wall + 0.1 and wall > 0.3
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        start.seconds(["-c", "1 / 0"], start.ROOT)
 
 
 def test_peers_trains_ours_on_any_tree_and_needs_lightly_for_the_rest(tmp_path, monkeypatch):

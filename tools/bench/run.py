@@ -20,7 +20,6 @@ CASES = {
     "lars": "a LARS step, against timm's",
     "step": "the training step, against a plain PyTorch one",
     "peers": "SimCLR end to end, against lightly",
-    "start": "from the command to the first step, against another commit",
 }
 
 
