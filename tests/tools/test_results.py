@@ -1,5 +1,6 @@
 """The tables of RESULTS.md recompute from the committed points, by the rules that were committed before the runs."""
 
+import functools
 import math
 import re
 from itertools import product
@@ -7,28 +8,28 @@ from pathlib import Path
 
 import pytest
 
-from tools import results
-from tools.results import decision, decision_on_cost, interval
+from tools import points, results
+from tools.points import COLUMNS, HELD_OUT_SEED, interval
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "docs" / "results").glob("*/points.csv"))
 SUGGESTIONS = ROOT / "docs" / "results" / "suggestions" / "accuracies.csv"
-
+PAGE = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+show = functools.cache(results.show)
 
 INTERVAL = r"[+-]\d+\.\d+ ± \d+\.\d+"
 RANGE = r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)"  # accuracies of seeds, in percent
 
 
-@pytest.mark.parametrize("points", EXPERIMENTS, ids=lambda path: path.parent.name)
-def test_results_page_holds_the_tables_of_the_points(points):
-    page = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-    assert all(table in page for table in results.show(points))
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.parent.name)
+def test_results_page_holds_the_tables_of_the_points(path):
+    assert all(table in PAGE for table in show(path))
 
 
 @pytest.mark.parametrize("name", ["README.md", "RESULTS.md"])
 def test_page_names_no_interval_that_is_not_in_a_table(name):
     tables = [
-        *(each for points in EXPERIMENTS for each in results.show(points)),
+        *(each for path in EXPERIMENTS for each in show(path)),
         *results.show_suggestions(SUGGESTIONS),
     ]
     page = " ".join((ROOT / name).read_text(encoding="utf-8").split())
@@ -38,20 +39,12 @@ def test_page_names_no_interval_that_is_not_in_a_table(name):
         assert named and named <= known
 
 
-def test_results_page_holds_the_table_of_the_suggestions():
-    (table,) = results.show_suggestions(SUGGESTIONS)
-    assert table in (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-
-
-def test_results_page_holds_the_table_of_single_runs():
-    (table,) = results.show_runs(ROOT / "docs" / "results" / "clothing-paws" / "accuracies.csv")
-    assert table in (ROOT / "RESULTS.md").read_text(encoding="utf-8")
-
-
-def test_pages_hold_the_tables_of_the_demo():
-    summary, *tables = results.show_demo(ROOT / "docs" / "demo")
-    assert summary in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(table in (ROOT / "RESULTS.md").read_text(encoding="utf-8") for table in tables)
+def test_pages_hold_the_other_tables():
+    readme, *tables = results.show_demo(ROOT / "docs" / "demo")
+    tables += results.show_suggestions(SUGGESTIONS)
+    tables += results.show_runs(ROOT / "docs" / "results" / "clothing-paws" / "accuracies.csv")
+    assert readme in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(tables) == 4 and all(table in PAGE for table in tables)
 
 
 def test_results_pair_seeds_where_a_method_lacks_one(tmp_path):
@@ -75,31 +68,35 @@ def test_interval_is_that_of_students_t():
 
 
 @pytest.mark.parametrize(
-    ("center", "half", "expected"),
+    ("decide", "given", "expected"),
     [
-        (2.0, 1.0, "supported"),
-        (-1.0, 1.0, "refuted"),
-        (0.5, 0.4, "supported, and smaller than one point"),
-        (0.5, 2.0, "undecided"),
-        (1.0, 1.0, "undecided"),
+        (points.decision, (2.0, 1.0), "supported"),
+        (points.decision, (-1.0, 1.0), "refuted"),
+        (points.decision, (0.5, 0.4), "supported, and smaller than one point"),
+        (points.decision, (0.5, 2.0), "undecided"),
+        (points.decision, (1.0, 1.0), "undecided"),
+        (points.decision_on_cost, (-5.0, 10.0, True), "supported"),
+        (points.decision_on_cost, (20.0, 15.0, True), "refuted"),
+        (points.decision_on_cost, (6.0, 3.0, True), "it saves less, by under 10 points"),
+        (points.decision_on_cost, (8.0, 9.0, True), "undecided"),
+        (points.decision_on_cost, (-5.0, 10.0, False), "undecided"),
+        (points.decision_on_ratio, (0.3, 0.79), "confirmed, as large as in the paper"),
+        (points.decision_on_ratio, (0.7, 0.99), "confirmed"),
+        (points.decision_on_ratio, (0.92, 0.99), "confirmed, by less than a tenth"),
+        (points.decision_on_ratio, (0.92, 1.3), "refuted"),
+        (points.decision_on_ratio, (0.7, 1.01), "undecided"),
     ],
 )
-def test_decision_follows_the_rule_of_the_interval(center, half, expected):
-    assert decision(center, half) == expected
+def test_decision_follows_its_rule(decide, given, expected):
+    assert decide(*given) == expected
 
 
-@pytest.mark.parametrize(
-    ("center", "half", "arrived", "expected"),
-    [
-        (-5.0, 10.0, True, "supported"),
-        (20.0, 15.0, True, "refuted"),
-        (6.0, 3.0, True, "it saves less, by under 10 points"),
-        (8.0, 9.0, True, "undecided"),
-        (-5.0, 10.0, False, "undecided"),
-    ],
-)
-def test_decision_on_cost_follows_the_rule_of_the_plateau(center, half, arrived, expected):
-    assert decision_on_cost(center, half, most_arrived=arrived) == expected
+def tables_of(folder, experiment, rows):
+    """Write the points of an experiment, and return its tables."""
+    path = folder / experiment / "points.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([",".join(COLUMNS), *rows]) + "\n")
+    return results.show(path)
 
 
 def few_labels(folder, reach, ahead, seeds=range(5), last=8):
@@ -108,8 +105,6 @@ def few_labels(folder, reach, ahead, seeds=range(5), last=8):
     SimCLR is best (50 %) after 7 of 8 units of compute. SuNCEt is there, on a straight line, after
     `reach[labels][seed]` units, None: never; it ends `ahead[labels][seed]` points above cross-entropy.
     """
-    path = folder / results.FEW_LABELS / "points.csv"
-    path.parent.mkdir(parents=True)
     rows = []
 
     def add(labels, method, seed, kind, unit, top1):
@@ -127,9 +122,8 @@ def few_labels(folder, reach, ahead, seeds=range(5), last=8):
             add(labels, "alone_cross_entropy", seed, "own", 1, 30 + seed)
             add(labels, "alone_suncet", seed, "finetune", 1, 20 + seed)
     for method, top1 in (("simclr", 40), ("alone_suncet", 33), ("alone_cross_entropy", 31.5)):
-        add(250, method, results.HELD_OUT_SEED, "linear_auto", 1, top1)
-    path.write_text("\n".join([",".join(results.COLUMNS), *rows]) + "\n")
-    return "\n".join(results.show(path))
+        add(250, method, HELD_OUT_SEED, "linear_auto", 1, top1)
+    return "\n".join(tables_of(folder, results.FEW_LABELS, rows))
 
 
 def test_few_labels_decides_by_its_rules(tmp_path):
@@ -178,20 +172,15 @@ def test_few_labels_loses_what_holm_takes_and_waits_for_all_seeds(tmp_path):
 )
 def test_unlabeled_images_are_judged_at_the_rate_that_was_best_on_held_out_images(above, said, tmp_path):
     """SimCLR + SuNCEt, best at 0.015 there, is `above` the better labels alone, best at 0.005; other rates mislead."""
-    path = tmp_path / "cifar10-32px" / "points.csv"
-    path.parent.mkdir()
     best = {"alone_cross_entropy": ("_lr0.005", 50), "alone_suncet": ("", 40), "suncet": ("_lr0.015", None)}
     rows = [f",simclr,{seed},{kind},9,9,1" for seed in range(3) for kind in ("finetune", "linear")]
     for method, (chosen, top1) in best.items():
         for kind in ("", "_lr0.0015", "_lr0.005", "_lr0.015"):
-            rows.append(
-                f",{method},{results.HELD_OUT_SEED},finetune{kind},9,9,{60 if kind == chosen else 30}"
-            )
+            rows.append(f",{method},{HELD_OUT_SEED},finetune{kind},9,9,{60 if kind == chosen else 30}")
             for seed in range(3 if top1 else len(above)):
                 value = (top1 or 50 + above[seed]) if kind == chosen else 70 + seed
                 rows.append(f",{method},{seed},finetune{kind},9,9,{value}")
-    path.write_text("\n".join([",".join(results.COLUMNS), *rows]) + "\n")
-    shown = "\n".join(results.show(path))
+    shown = "\n".join(tables_of(tmp_path, "cifar10-32px", rows))
     assert "| SimCLR + SuNCEt | 30.00 | 30.00 | 60.00 | 30.00 | 0.015 |" in shown
     if not said:
         assert "SimCLR + SuNCEt against labels alone: no decision yet, 2 of 3 seeds." in shown
@@ -203,8 +192,6 @@ def test_unlabeled_images_are_judged_at_the_rate_that_was_best_on_held_out_image
 
 def test_photos_are_judged_by_the_measure_that_was_best_on_held_out_photos(tmp_path):
     """SimCLR is 4 points above the labels alone by its best measure there, SuNCEt is level; other measures mislead."""
-    path = tmp_path / "clothing-photos" / "points.csv"
-    path.parent.mkdir()
     kinds = ("linear_auto", "finetune_linear", "finetune_lr0.005", "finetune_lr0.015", "finetune")
     best = {
         "alone_cross_entropy": ("finetune_lr0.015", 50),
@@ -215,14 +202,12 @@ def test_photos_are_judged_by_the_measure_that_was_best_on_held_out_photos(tmp_p
     rows = []
     for method, (chosen, top1) in best.items():
         rows += [
-            f"300,{method},{results.HELD_OUT_SEED},{kind},9,9,{top1 if kind == chosen else 30}"
-            for kind in kinds
+            f"300,{method},{HELD_OUT_SEED},{kind},9,9,{top1 if kind == chosen else 30}" for kind in kinds
         ]
         for labels, seed, kind in product((100, 300), range(1, 6), kinds):
             value = top1 + 0.1 * seed * (method == "simclr") if kind == chosen else 20
             rows.append(f"{labels},{method},{seed},{kind},9,9,{value}")
-    path.write_text("\n".join([",".join(results.COLUMNS), *rows]) + "\n")
-    choices, many, few, gains, decisions = results.show(path)
+    choices, many, few, gains, decisions = tables_of(tmp_path, results.PHOTOS, rows)
     assert (
         "| labels alone, cross-entropy | 30.00 | 30.00 | 30.00 | 50.00 | 30.00 | fine-tuned at lr 0.015 |"
         in choices
@@ -233,33 +218,17 @@ def test_photos_are_judged_by_the_measure_that_was_best_on_held_out_photos(tmp_p
     for labels in (100, 300):
         assert f"| {labels} labels: SimCLR | {center:+.2f} ± {half:.2f} | +0.00 ± 0.00 |" in gains
     assert decisions.count("| 0.000 | **helps** |") == 2 and decisions.count("**does not help** |") == 2
-    path.write_text(
-        "\n".join([",".join(results.COLUMNS), *(row for row in rows if ",suncet,5," not in row)]) + "\n"
-    )
-    assert results.show(path)[-1] == "Decisions: none yet, 4 of 5 draws."
+    fewer = [row for row in rows if ",suncet,5," not in row]
+    assert tables_of(tmp_path, results.PHOTOS, fewer)[-1] == "Decisions: none yet, 4 of 5 draws."
 
 
 def test_holm_by_hand():
-    assert results.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert points.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
 
 
 def test_p_value_is_that_of_students_t():
-    assert results.p_value([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(0.0132, abs=1e-4)  # t = 4.243
-    assert results.p_value([0.4] * 5) == 0 and results.p_value([0.0] * 5) == 1
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0.3, 0.79, "confirmed, as large as in the paper"),
-        (0.7, 0.99, "confirmed"),
-        (0.92, 0.99, "confirmed, by less than a tenth"),
-        (0.92, 1.3, "refuted"),
-        (0.7, 1.01, "undecided"),
-    ],
-)
-def test_decision_on_ratio(low, high, expected):
-    assert results.decision_on_ratio(low, high) == expected
+    assert points.p_value([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(0.0132, abs=1e-4)  # t = 4.243
+    assert points.p_value([0.4] * 5) == 0 and points.p_value([0.0] * 5) == 1
 
 
 def test_collect_keeps_other_points_and_averages_draws(tmp_path, monkeypatch):
@@ -275,15 +244,15 @@ def test_collect_keeps_other_points_and_averages_draws(tmp_path, monkeypatch):
         }
         for kind, top1, seed, lr in write
     ]
-    monkeypatch.setattr(results, "read_results", lambda folder: found)
+    monkeypatch.setattr(points, "read_results", lambda folder: found)
     run.mkdir()
     (run / "config.yaml").write_text("meta: {seed: 100, speed: of an older commit}\n")
-    output.write_text(",".join(results.COLUMNS[1:]) + "\nsimclr,0,linear,7,0.7,41.5\n")
-    results.collect([run], output)
+    output.write_text(",".join(COLUMNS[1:]) + "\nsimclr,0,linear,7,0.7,41.5\n")
+    points.collect([run], output)
     assert output.read_text().splitlines()[1:] == [
         ",simclr,0,linear,7,0.7,41.5",
         "100,alone_suncet,100,finetune,5,0.5,35.00",
         "100,alone_suncet,100,own,5,0.5,25.00",
     ]
-    results.collect([run], output)
+    points.collect([run], output)
     assert len(output.read_text().splitlines()) == 4
