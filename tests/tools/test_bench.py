@@ -52,7 +52,7 @@ def test_case_has_a_short_program_and_a_help(case, capsys):
     with pytest.raises(SystemExit, match="0"):
         run.main([case, "--help"])
     assert f" {case} [-h]" in (said := capsys.readouterr().out) and "--quick" in said
-    assert len((Path(run.__file__).with_name(f"{case}.py")).read_text().splitlines()) <= 125
+    assert len((Path(run.__file__).with_name(f"{case}.py")).read_text().splitlines()) <= 118
 
 
 # What the contenders compute

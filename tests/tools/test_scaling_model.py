@@ -24,7 +24,6 @@ from tools.scaling.step_messages import Message, messages
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGENET = ROOT / "configs" / "in1k_10pct.yaml"
-SWAV_CONFIG = ROOT / "configs" / "paper" / "in1k_swav.yaml"
 DOCUMENT = ROOT / "docs" / "scaling.md"
 IMAGES, CLASSES = 4, 10  # images of a rank
 NAMES = {
@@ -143,21 +142,6 @@ def test_one_gpu_sends_nothing_and_loses_nothing():
     assert messages(config, 1, 44, 40) == []
     terms = predict(config, 1, 44, 40, 50.0, Network(), 67.0)
     assert not any(terms.values()) and largest(terms) == ""
-
-
-def test_swav_small_crops_are_a_second_pass_of_the_encoders_norms():
-    found = messages(load_config(SWAV_CONFIG), 8, 64, 0)
-    assert len(bytes_of(found, "BatchNorm, statistics")) == 2 * 49 + 1  # and the head's own
-    codes = next(x for x in found if x.what.startswith("codes"))
-    assert (codes.bytes, codes.calls) == (8 * 4 * 2 * 3000, 3)
-    assert not any(x.what.startswith(("rows", "labels", "gradient of the")) for x in found)
-    assert found[-1].bytes - 4 * 128 * 3000 == 4 * (27_966_656 + 2 * 2048)
-
-
-def test_cross_entropy_has_a_classifiers_gradient_and_gathers_no_labels():
-    found = messages(load_config(IMAGENET, [NOT_CONTRASTED]), 8, 44, 40, classes=100)
-    assert found[-1].bytes == 4 * (27_966_656 + 2049 * 100)
-    assert not any("label" in x.what for x in found)
 
 
 def test_queue_exists_only_where_batchnorm_sends_and_counts_no_bucket_twice():

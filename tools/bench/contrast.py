@@ -53,9 +53,8 @@ def contenders(loss: str, device: str = "cpu") -> dict[str, Callable[[Tensor], L
 def compare(loss: str, rows: int, rounds: int, device: str = "cpu") -> tuple[list[dict[str, Any]], list[str]]:
     """Return one point per contender, ours first, and a note on each that is no CUDA graph on a GPU."""
     z, ids = inputs(loss, rows, device)
-    calls = {
-        name: partial(forward_backward, prepare(ids), z) for name, prepare in contenders(loss, device).items()
-    }
+    prepared = contenders(loss, device).items()
+    calls = {name: partial(forward_backward, prepare(ids), z) for name, prepare in prepared}
     timed, notes = dict(calls), []
     if device == "cuda":
         for name, call in calls.items():
@@ -73,11 +72,8 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
     device = pick_device(options.device, 0).type
     rows, rounds = ([512], 2) if options.quick else (options.rows, options.rounds)
     torch.set_num_threads(1)
-    columns = [
-        *harness.time_columns(device),
-        ("memory, MB", "peak", lambda peak: f"{1e-6 * peak:.3g}"),
-        *harness.COUNTS,
-    ]
+    memory = ("memory, MB", "peak", lambda peak: f"{1e-6 * peak:.3g}")
+    columns = [*harness.time_columns(device), memory, *harness.COUNTS]
     points, tables, notes = [], [], []
     for loss, n in product(options.loss, rows):
         found, launched = compare(loss, n, rounds, device)
@@ -92,13 +88,7 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
 
 
 def add_arguments(add: Callable) -> None:
-    add(
-        "--rows",
-        type=int,
-        nargs="+",
-        default=[1024, 2048, 4096, 8192],
-        help="values of N (default: %(default)s)",
-    )
+    add("--rows", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="N (default: %(default)s)")
     add("--loss", nargs="+", choices=LOSSES, default=LOSSES)
 
 

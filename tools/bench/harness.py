@@ -173,26 +173,24 @@ def add_counts(points: Sequence[dict[str, Any]], calls: Mapping[str, Call], devi
                 point["launches"] = count_launches(call)
 
 
-def points_of(
-    seconds: Mapping[str, Sequence[float]], ours: str, limit: str | None = None
-) -> list[dict[str, Any]]:
+def points_of(seconds: Mapping[str, Sequence[float]], ours: str, limit: str = "") -> list[dict[str, Any]]:
     """Return a point per contender: name, seconds by round, and their ratios to those of `ours` and of `limit`."""
     points = []
     for name, times in seconds.items():
         point = {"name": name, "seconds": times, "time_to_ours": ratios(times, seconds[ours])}
-        if limit and limit in seconds:
+        if limit in seconds:
             point["time_to_limit"] = ratios(times, seconds[limit])
         points.append(point)
     return points
 
 
-def time_columns(device: str, ours: str = "ours") -> list[Column]:
+def time_columns(device: str) -> list[Column]:
     """Return the columns of such points, seconds in the unit that fits the device."""
     unit, factor = ("us", 1e6) if device == "cuda" else ("CPU ms", 1e3)
     return [
         ("", "name", str),
         (unit, "seconds", partial(spread, factor=factor)),
-        (f"time, x {ours}", "time_to_ours", spread),
+        ("time, x ours", "time_to_ours", spread),
         ("time, x limit", "time_to_limit", spread),
     ]
 

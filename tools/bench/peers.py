@@ -96,19 +96,15 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
     ours, peer = points
     for figure in ("per_second", "cpu_ms", "memory"):
         ours[f"{figure}_to_peer"] = ratios(ours[figure], peer[figure])
-    title = (
-        f"SimCLR, {options.network}, {options.batch} images of two views of {options.size} pixels, from files"
-    )
+    size = f"{options.batch} images of two views of {options.size} pixels"
+    title = f"SimCLR, {options.network}, {size}, from files"
     notes = [
         "our views by the view operator" if kept() else f"our views by DALI's operators: {unavailable()}",
         target("processor time a view, times lightly's", ours["cpu_ms_to_peer"], 0.65, at_least=False),
         target("views/s, times lightly's", ours["per_second_to_peer"], 1, at_least=True),
     ]
-    return {
-        "tables": [harness.table(title, points, harness.spread_columns(COLUMNS))],
-        "points": points,
-        "notes": notes,
-    }
+    tables = [harness.table(title, points, harness.spread_columns(COLUMNS))]
+    return {"tables": tables, "points": points, "notes": notes}
 
 
 def add_arguments(add: Callable) -> None:

@@ -84,31 +84,14 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
     ]
     title = f"a step of {views} views, pixels by {stream.options.backend}, {harness.CLOCK[device]}"
     tables = [harness.table(title, points, columns)]
-    return {
-        "tables": tables,
-        "points": points,
-        "notes": notes,
-        "wrong": waits,
-        "config": bench.config.canonical(),
-    }
+    found = {"tables": tables, "points": points, "notes": notes, "wrong": waits}
+    return {**found, "config": bench.config.canonical()}
 
 
 def add_arguments(add: Callable) -> None:
     add("--steps", type=int, default=10, help="in a turn (default: %(default)s)")
-    add(
-        "--against",
-        nargs="+",
-        default=[],
-        metavar="section.key=value",
-        help="time our step with these settings too, in the same turns",
-    )
+    text = "time our step with these settings too, in the same turns"
+    add("--against", nargs="+", default=[], metavar="section.key=value", help=text)
 
 
-CASE = harness.Case(
-    measure,
-    rounds=7,
-    quick="two turns of one step",
-    device="auto",
-    config=True,
-    add_arguments=add_arguments,
-)
+CASE = harness.Case(measure, 7, "two turns of one step", "auto", config=True, add_arguments=add_arguments)
