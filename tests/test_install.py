@@ -52,7 +52,7 @@ def test_wheel_lists_plans_trains_exports_and_embeds(tmp_path):
         ["configs"],
         ["configs", "in1k_10pct"],
         ["train", "digits_demo", "--dry-run"],
-        ["demo", "optimization.steps=2", "optimization.warmup=0"],
+        ["demo", "optimization.steps=2", "optimization.warmup=0", "linear.max_iterations=5"],
         ["export", trained, "--to", "torchvision"],
         ["embed", f"{trained}/export/torchvision.pth", "photos", "--output", "photos.npz"],
     ]
