@@ -215,8 +215,7 @@ class FolderPass:
             "skip_bad": self.skip_bad,
         }
         path, state, images = part / "rows", part / "state.json", len(self.index)
-        done, before, digest = _done(path, state, identity, images, self.width)
-        self.skipped |= before
+        done, digest = self._done(path, state, identity)
         if done:
             say_line(f"continuing after {done:,} of {images:,} images")
         else:
@@ -247,39 +246,38 @@ class FolderPass:
                     say_line(f"{done:,} of {images:,} images")
         return np.memmap(path, ROW, "r", shape=(images, self.width))
 
+    def _done(self, path: Path, state: Path, identity: dict[str, Any]) -> tuple[int, Any]:
+        """Return how many rows an earlier call has saved in `path`, and their running sha256; skip what it skipped.
+
+        That is nothing where they are of other images, another network or other batches, or damaged; a line says which.
+        """
+        digest, why = hashlib.sha256(), "is damaged"
+        try:
+            saved = json.loads(atomic_files.read_bytes(state, 1 << 28))
+            seal, done = saved.pop("sha256"), saved["done"]
+            if saved["identity"] != identity:
+                why = "has other " + ", ".join(k for k in identity if saved["identity"].get(k) != identity[k])
+            elif (
+                type(done) is int and 0 < done <= len(self.index) and path.is_file() and not path.is_symlink()
+            ):
+                left = done * self.width * ROW.itemsize
+                with open(path, "rb") as file:
+                    while block := file.read(min(left, 1 << 24)):
+                        digest.update(block)
+                        left -= len(block)
+                if not left and _seal(saved, digest.hexdigest()) == seal:
+                    self.skipped |= dict(saved["skipped"])
+                    return done, digest
+        except FileNotFoundError:
+            return 0, hashlib.sha256()
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            # A file server that fails for a moment must not cost the rows of hours. Everything else is damage.
+            if isinstance(error, OSError) and error.errno in LOST:
+                raise OSError(error.errno, error.strerror, str(state.parent)) from error
+        say_line(f"starting over: what was begun in {state.parent} {why}")
+        return 0, hashlib.sha256()
+
 
 def _seal(saved: dict[str, Any], rows: str) -> str:
     """Return the sha256 of a state and of the digest of its rows."""
     return hashlib.sha256(json.dumps([saved, rows], sort_keys=True).encode()).hexdigest()
-
-
-def _done(
-    path: Path, state: Path, identity: dict[str, Any], images: int, width: int
-) -> tuple[int, Skipped, Any]:
-    """Return how many rows an earlier call has saved in `path`, what it skipped, and the running sha256 of the rows.
-
-    That is nothing where they are of other images, another network or other batches, or damaged; a line says which.
-    """
-    nothing, digest = (0, {}, hashlib.sha256()), hashlib.sha256()
-    why = "is damaged"
-    try:
-        saved = json.loads(atomic_files.read_bytes(state, 1 << 28))
-        seal, done = saved.pop("sha256"), saved["done"]
-        if saved["identity"] != identity:
-            why = "has other " + ", ".join(k for k in identity if saved["identity"].get(k) != identity[k])
-        elif type(done) is int and 0 < done <= images and path.is_file() and not path.is_symlink():
-            left = done * width * ROW.itemsize
-            with open(path, "rb") as file:
-                while block := file.read(min(left, 1 << 24)):
-                    digest.update(block)
-                    left -= len(block)
-            if not left and _seal(saved, digest.hexdigest()) == seal:
-                return done, dict(saved["skipped"]), digest
-    except FileNotFoundError:
-        return nothing
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        # A file server that fails for a moment must not cost the rows of hours. Everything else is damage.
-        if isinstance(error, OSError) and error.errno in LOST:
-            raise OSError(error.errno, error.strerror, str(state.parent)) from error
-    say_line(f"starting over: what was begun in {state.parent} {why}")
-    return nothing
