@@ -67,15 +67,10 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     if config.data.split.kind == "all":
         chosen = chosen[spread_over_classes(images.train.labels[chosen], MOST_SUPPORTS)]
     shown = examples(network, images, config, place, chosen=chosen, crops=1)
-    mine, k, what = (
-        own_rows(place),
-        config.evaluation.knn_k,
-        (shown.features, shown.labels, shown.num_classes),
-    )
-    votes = (knn_predict(shown.queries[mine], *what, k=k, weighted=weighted) for weighted in (False, True))
-    plain, weighted = (
-        sum_over_ranks(confusion_of(vote, shown.truth[mine], shown.num_classes)) for vote in votes
-    )
+    mine, k, count = own_rows(place), config.evaluation.knn_k, shown.num_classes
+    learned = (shown.features, shown.labels, count)
+    votes = (knn_predict(shown.queries[mine], *learned, k=k, weighted=each) for each in (False, True))
+    plain, weighted = (sum_over_ranks(confusion_of(vote, shown.truth[mine], count)) for vote in votes)
     setting = {"k": k, "seed": config.meta.seed}  # the seed of the crops
     if config.data.split.kind == "all":
         # Of a draw, the number differs from seed to seed, and seeds must stay comparable.

@@ -71,7 +71,7 @@ class DaliEngine:
             upright=index.upright,
             view_operator=options.view_operator,
             images_stream=stream,
-            decoder={"hw_decoder_load": options.hw_decoder_share} if options.device == "gpu" else {},
+            hw_decoder_share=options.hw_decoder_share,
             batch_size=plan.batch,
             num_threads=options.threads,
             prefetch_queue_depth=options.prefetch,

@@ -9,7 +9,7 @@ graph is a pure function of the arrays that `pipelines.sampling.step_plan` gives
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -20,7 +20,6 @@ import nvidia.dali.math as dmath
 import nvidia.dali.types as types
 from nvidia.dali import Pipeline, pipeline_def
 
-from pipelines.backend import LoaderOptions
 from pipelines.dali.view_operator.build import kernels
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams
 
@@ -42,13 +41,13 @@ def views(
     upright: bool = False,  # whether images are turned as their EXIF tag says
     view_operator: bool = False,  # whether it, loaded, makes all of a view after its resize
     images_stream: Any = None,  # the CUDA stream on which `images` writes pixels in GPU memory
-    decoder: Mapping[str, Any] | None = None,  # more options of DALI's image decoder
+    hw_decoder_share: float = 0.0,  # of a batch, for a GPU's hardware JPEG decoder
 ):
     """One decode, then one view for each augmentation: nodes of (size, size, 3) float images.
 
     Of "files" the last output is their lengths in bytes, (1,) int64.
     """
-    image, lengths = stored_images(images, decode, stored, images_stream, decoder, upright)
+    image, lengths = stored_images(images, decode, stored, images_stream, hw_decoder_share, upright)
     names = [list(view_inputs(augmentation)) for augmentation in augmentations]
     nodes = iter(fn.external_source(arrays, num_outputs=sum(map(len, names))))
     made = tuple(
@@ -109,7 +108,7 @@ def stored_images(
     decode: str,
     stored: str,
     stream: Any = None,
-    decoder: Mapping[str, Any] | None = None,
+    hw_decoder_share: float = 0.0,
     upright: bool = False,
 ):
     """The images, uint8 HWC RGB: read from named "files", from encoded "bytes", or given as "pixels".
@@ -128,15 +127,14 @@ def stored_images(
         # Mapped, files open one at a time: DALI's list of maps has one lock. A file that is cut short meanwhile would
         # end the process by SIGBUS, without a message.
         encoded = fn.io.file.read(encoded, dont_use_mmap=True)
-    # Fancy upsampling: libjpeg does it, and without it the GPU's hybrid decoder gives other colors at edges.
-    options = {"hw_decoder_load": LoaderOptions.hw_decoder_share, **(decoder or {})}
     image = fn.decoders.image(
         encoded,
         device=decode,
         output_type=types.RGB,
         adjust_orientation=upright,
+        # libjpeg does it, and without it the GPU's hybrid decoder gives other colors at edges.
         jpeg_fancy_upsampling=True,
-        **options,
+        hw_decoder_load=hw_decoder_share,
     )
     return image, encoded.shape() if stored == "files" else None
 

@@ -31,18 +31,13 @@ def engine_on(device: str, plan, draws=None) -> DaliEngine:
     return DaliEngine(plan, options, draws=draws or plan, first_step=0)
 
 
-@pytest.mark.parametrize(
-    ("device", "share", "expected"),
-    [("cpu", 0.5, {}), ("gpu", 0.0, {"hw_decoder_load": 0.0}), ("gpu", 0.5, {"hw_decoder_load": 0.5})],
-)
-def test_decoder_has_the_share_on_a_gpu_and_no_option_on_a_cpu(index, monkeypatch, device, share, expected):
+def test_engine_passes_the_share_of_the_hardware_decoder_on(index, monkeypatch):
     views = mock.Mock(side_effect=KeyboardInterrupt)  # ends the building where the graph would be built
     monkeypatch.setattr(engine.graphs, "views", views)
-    monkeypatch.setattr(engine, "side_stream", lambda device_id: None)
-    options = LoaderOptions(device=device, hw_decoder_share=share, view_operator=False)
+    options, plan = LoaderOptions(hw_decoder_share=0.5, view_operator=False), unlabeled(index)
     with pytest.raises(KeyboardInterrupt):
-        DaliEngine(unlabeled(index), options, draws=unlabeled(index), first_step=0)
-    assert views.call_args.kwargs["decoder"] == expected
+        DaliEngine(plan, options, draws=plan, first_step=0)
+    assert views.call_args.kwargs["hw_decoder_share"] == 0.5
 
 
 def test_packed_images_are_read_in_threads_one_iteration_ahead(index, tmp_path, monkeypatch):

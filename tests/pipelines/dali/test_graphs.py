@@ -260,7 +260,7 @@ def test_graph_on_a_gpu_has_every_operator_and_operand_in_its_place(request, mon
         *(lambda _: None,) * 2,
         (EXACT, replace(EXACT, color_order="random"), Center()),
         **{"decode": "mixed", "stored": stored, "view_operator": fused, "images_stream": stream},
-        **{"decoder": {"device_memory_padding": 7}, "batch_size": 2, "num_threads": 1, "device_id": None},
+        **{"hw_decoder_share": 0.5, "batch_size": 2, "num_threads": 1, "device_id": None},
     )
     pipeline._build_graph()
     registered = {
@@ -293,8 +293,7 @@ def test_graph_on_a_gpu_has_every_operator_and_operand_in_its_place(request, mon
     ):  # a map of a file that is cut short would end the process by SIGBUS, without a message
         assert arguments["io__file__Read"]["dont_use_mmap"]
     if stored != "pixels":
-        decoder = arguments["decoders__Image"]
-        assert (decoder["hw_decoder_load"], decoder["device_memory_padding"]) == (0, 7)
+        assert arguments["decoders__Image"]["hw_decoder_load"] == 0.5
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="CUDA-capable GPU"):
             pipeline.build()

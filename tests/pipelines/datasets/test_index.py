@@ -21,7 +21,7 @@ from pipelines.datasets.folders import image_folder
 from pipelines.datasets.image_headers import file_stamps, read_headers, read_rgb
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import load_index, save_index
-from pipelines.datasets.string_table import Names, leaves_root
+from pipelines.datasets.string_table import Names
 from tests.support.archives import Trap, rewritten
 from tests.support.pictures import encoded, unusable_files, write_image
 
@@ -70,11 +70,6 @@ def test_names_refuse_what_cannot_be_a_line():
             Names.of(["good", name])
     with pytest.raises(DataError, match="cut off"):
         Names(Names.of(["one", "two"]).lines[:-1])
-
-
-def test_leaves_root():
-    assert all(map(leaves_root, ("../a", "a/../../b", "/a", "a/..")))
-    assert not any(map(leaves_root, ("a/b.jpg", "..a/b..jpg")))
 
 
 # -- headers
