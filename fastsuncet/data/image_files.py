@@ -49,7 +49,7 @@ def packed_index(config: Config, *, compare: bool = False, scan: bool = False) -
     if compare and config.data.root is not None:
         folder = image_root(config, train=True)
         kept = index_path(config, folder, True)
-        like = load_index(kept, root=folder, refresh=False) if kept.exists() else None
+        like = load_index(kept, root=folder) if kept.exists() else None
     with config.naming("data.pack"):
         upright = config.data.exif_orientation
         return open_pack(
@@ -87,7 +87,7 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
         if scan:
             index = load_own_index(kept, root=folder)
         else:
-            index = load_index(kept, root=folder, refresh=False) if kept.exists() else None
+            index = load_index(kept, root=folder) if kept.exists() else None
     if index is None and not scan:
         raise DataError(
             f"rank 0 has written the index {kept}, which this rank cannot see: put logging.folder, or data.index, on a "

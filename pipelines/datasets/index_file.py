@@ -57,25 +57,22 @@ def save_index(index: ImageIndex, path: Path) -> None:
         ) from error
 
 
-def load_index(path: Path, *, root: Path | None = None, refresh: bool = True) -> ImageIndex:
+def load_index(path: Path, *, root: Path | None = None) -> ImageIndex:
     """Read what `save_index` wrote; `root` is where the files lie now, by default where they lay then.
 
-    With `refresh`, the size and time of every file are compared, and changed files have their headers read again
-    (`ImageIndex.refreshed`). That is one stat for each file: let one rank of a job do it. New files are not looked
-    for; that takes a new scan. Raises DataError: no such file, damaged, another version, files gone or shards changed.
+    Raises DataError: no such file, damaged, another version, or shards that have changed.
     """
     try:
         with atomic_files.open_file(path, MOST_BYTES) as stream:
-            index = _read_index(stream, path, root)
+            return _read_index(stream, path, root)
     except FileNotFoundError:
         raise DataError(f"there is no index {path}: {_MAKE}") from None
     except OSError as error:
         raise DataError(f"the index {path} cannot be read: {error.strerror}") from error
-    return index.refreshed() if refresh else index
 
 
 def load_own_index(path: Path, *, root: Path | None = None) -> ImageIndex | None:
-    """Return what `load_index` reads without `refresh`; None where there is no index that this user alone can write.
+    """Return what `load_index` reads; None where there is no index that this user alone can write.
 
     A line says why one is not read. Raises DataError for a damaged one.
     """

@@ -225,8 +225,8 @@ def test_load_index_follows_moved_data(kept, folder, tmp_path):
     assert load_index(kept, root=moved).path(0).exists()
     gone = r"4 of the 4 files .*found under .*images: cat/a.jpg, cat/b.png, dog/a.jpg, \.\.\."
     with pytest.raises(DataError, match=gone):
-        load_index(kept)
-    assert len(load_index(kept, refresh=False)) == 4
+        load_index(kept).refreshed()
+    assert len(load_index(kept)) == 4
 
 
 def test_load_index_reads_only_changed_files_again(index, kept, folder, monkeypatch):
@@ -239,7 +239,7 @@ def test_load_index_reads_only_changed_files_again(index, kept, folder, monkeypa
         return read_headers(root, names, **how)
 
     monkeypatch.setattr("pipelines.datasets.image_headers.read_headers", watched)
-    loaded = load_index(kept)
+    loaded = load_index(kept).refreshed()
     assert read == ["cat/b.png", "dog/a.jpg"]
     assert loaded.sizes.tolist() == [[6, 8], [30, 20], [0, 0], [6, 11]]
     assert list(loaded.bad) == [2] and "not an image" in loaded.bad[2]
@@ -247,29 +247,30 @@ def test_load_index_reads_only_changed_files_again(index, kept, folder, monkeypa
     assert index.sizes[1].tolist() == [6, 9] and index.bad == {}  # a new index, the old one as it was
     read.clear()
     save_index(loaded, kept)
-    assert load_index(kept).bad == loaded.bad and read == []
+    assert load_index(kept).refreshed().bad == loaded.bad and read == []
     # Repaired: good again, without anybody clearing a list.
     write_image(folder / "dog" / "a.jpg", 10)
-    assert load_index(kept).bad == {}
+    assert load_index(kept).refreshed().bad == {}
 
 
 def test_refreshed_counts_changed_images_until_the_next_scan(kept, folder):
-    before = load_index(kept)
+    before = load_index(kept).refreshed()
     assert before.changed == () and before.notes() == []
     write_image(folder / "cat" / "a.jpg", quality=30)  # as many pixels
-    changed = load_index(kept)
+    changed = load_index(kept).refreshed()
     assert changed.changed == (0,) and changed.fingerprint() == before.fingerprint()
-    assert changed.contents() != before.contents() == load_index(kept, refresh=False).contents()
+    assert changed.contents() != before.contents() == load_index(kept).contents()
     assert changed.notes() == ["1 of 4 images changed since their index was made: cat/a.jpg"]
     save_index(changed, kept)
-    assert load_index(kept).changed == (0,)
+    assert load_index(kept).refreshed().changed == (0,)
     os.utime(folder / "dog" / "c.jpg", ns=(0, 1))
-    assert load_index(kept).changed == (0, 3) and load_index(kept).contents() == changed.contents()
+    again = load_index(kept).refreshed()
+    assert again.changed == (0, 3) and again.contents() == changed.contents()
 
 
 def test_a_modification_time_of_any_year_is_kept(index, kept, folder):
     os.utime(folder / "cat" / "a.jpg", (0, 10_413_792_000))  # 2300
-    save_index(load_index(kept), kept)
+    save_index(load_index(kept).refreshed(), kept)
     assert load_index(kept).refreshed().changed == (0,)
     assert image_folder(folder).stamps[0, 1] == 10_413_792_000 * 10**9 - 2**64
 
@@ -399,4 +400,4 @@ def test_load_index_refuses_names_outside_its_root(tmp_path, name):
     stamps = np.zeros((2, 2), np.int64)
     save_index(small_index(files=["a.jpg", name], stamps=stamps), tmp_path / "index.npz")
     with pytest.raises(DataError, match="leads out"):
-        load_index(tmp_path / "index.npz", refresh=False)
+        load_index(tmp_path / "index.npz")
