@@ -1,5 +1,7 @@
 """What holds for every loss: float32 under autocast and of 16 bits, the same bits again, and inputs left alone."""
 
+import math
+
 import pytest
 import torch
 
@@ -49,6 +51,14 @@ def test_loss_of_16_bits_is_that_of_the_same_numbers_in_float32(name):
     (found, grad), (value, slope) = (value_and_gradient(name, x) for x in (z, z.float()))
     assert found.dtype == torch.float32 and torch.equal(found, value)
     assert grad.dtype == torch.float16 and torch.equal(grad, slope.half())
+
+
+@every_loss
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_loss_shows_a_number_that_is_not_finite(name, bad):
+    z = draw(300)
+    z[-1, 0] = bad
+    assert value_and_gradient(name, z)[0].isnan()
 
 
 @pytest.mark.parametrize("name", ["nt_xent", "cross_entropy", "swav"])
