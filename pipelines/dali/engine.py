@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class DaliEngine:
         elif index.pack is not None:
             source, stored = PackedImages(index.pack, indices), "bytes"
         else:
-            source, stored = FilePaths(index), "files"
+            source, stored = partial(file_paths, index), "files"
             self._lengths = None if index.stamps is None else index.stamps[:, 0]
             require_open_files(plan.batch)
         self._files = stored == "files"
@@ -137,20 +137,15 @@ class DaliEngine:
         return views
 
 
-class FilePaths:
-    """Paths of image files, (B, W) uint8, which DALI reads in its own threads.
+def file_paths(index: ImageIndex, indices: np.ndarray) -> np.ndarray:
+    """Return the paths of image files, (B, W) uint8, which DALI reads in its own threads.
 
     They are cut from the bytes of the index, without a Python object for each, and have one length, so that DALI takes
     them as one array. After the root, "/" fills the short ones: a file system reads any number of them as one.
     """
-
-    def __init__(self, index: ImageIndex):
-        assert index.root is not None
-        self.names, self.root = index.files, np.frombuffer(os.fsencode(index.root) + b"/", np.uint8)
-
-    def __call__(self, indices: np.ndarray) -> np.ndarray:
-        names = self.names.right_aligned(indices, fill="/")
-        return np.hstack([np.tile(self.root, (len(names), 1)), names])
+    assert index.root is not None
+    names, root = index.files.right_aligned(indices, fill="/"), os.fsencode(index.root) + b"/"
+    return np.hstack([np.tile(np.frombuffer(root, np.uint8), (len(names), 1)), names])
 
 
 class PackedImages:

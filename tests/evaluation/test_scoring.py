@@ -15,7 +15,7 @@ from fastsuncet.errors import NumericalError
 from fastsuncet.evaluation.knn import knn
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
-from fastsuncet.evaluation.scoring import accuracy, measured, per_class, standard_error, supports, true_labels
+from fastsuncet.evaluation.scoring import accuracy, measured, per_class, supports, true_labels
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.label_splits import labeled_split
@@ -46,11 +46,6 @@ def test_per_class_names_what_each_class_is_taken_for():
         "cat": {"images": 4, "accuracy": 0.75, "predicted": {"cat": 3, "cow": 1}},
         "dog": {"images": 4, "accuracy": 0.5, "predicted": {"cow": 2, "dog": 2}},
     }
-
-
-def test_standard_error_is_binomial():
-    assert standard_error(0.5, 10_000) == pytest.approx(0.005)
-    assert standard_error(1.0, 7) == 0
 
 
 def test_supports_without_labels_is_an_error_of_the_config(tmp_path):
