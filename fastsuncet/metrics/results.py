@@ -24,7 +24,6 @@ import numpy as np
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
 
-from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config, flat
 from fastsuncet.config.schema import DEFAULTS
 from fastsuncet.errors import CheckpointError
@@ -68,6 +67,9 @@ def write_result(run: Path, record: dict[str, Any]) -> Path:
 
     Raises ValueError or TypeError for a record that `read_results` would refuse, CheckpointError if the disk refuses.
     """
+    # Imports torch, which the states of a sweep do without.
+    from fastsuncet.checkpoint.run_folder import disk_errors
+
     if problem := _problem(record):
         raise ValueError(f"write_result: {problem}")
     payload = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
