@@ -1,8 +1,8 @@
 """The command `fastsuncet`: its sub-commands, and the exit code for each failure.
 
 Each module here is a sub-command, unless its name begins with an underscore: its docstring is the help, and `arguments`
-declares what it takes. Its work is in the module of `fastsuncet.commands` with the same name, which imports torch and
-DALI and is imported only when it runs. So help and a wrong config take a moment.
+declares what it takes. Work that needs torch or DALI is in the module of `fastsuncet.commands` with the same name. That
+is imported only when the command runs, so help and a wrong config take a moment.
 """
 
 import errno
