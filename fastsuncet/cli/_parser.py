@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
     The command's module declares its arguments, if it has any, in `arguments(parser)`. The work is done by its
     `run(parser, options)`, which imports what is slow, or without one by the function of `fastsuncet.commands` that has
-    the command's name and takes the options by theirs. Either returns the exit code; None is 0.
+    the command's name and takes the options by theirs. A number that either returns is the exit code; all else is 0.
     """
 
     def __init__(self, name: str):
@@ -121,10 +121,11 @@ class Parser(argparse.ArgumentParser):
         """Do what the words behind the command's name ask for and return the exit code."""
         options = self.parse(rest)
         if hasattr(self.module, "run"):
-            return self.module.run(self, options) or 0
-        name = self.name.replace(" ", "_")
-        work = getattr(import_module(f"fastsuncet.commands.{name}"), name)
-        return work(**vars(options)) or 0
+            found = self.module.run(self, options)
+        else:
+            name = self.name.replace(" ", "_")
+            found = getattr(import_module(f"fastsuncet.commands.{name}"), name)(**vars(options))
+        return found if isinstance(found, int) else 0
 
     def parse(self, rest: list[str]) -> Options:
         """Parse the words behind the command's name: options, a config and its overrides in any order.

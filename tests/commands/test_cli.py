@@ -91,6 +91,14 @@ def test_no_command_prints_the_overview_and_ends_with_2(capsys):
         assert capsys.readouterr() == (overview(cli.COMMANDS) + "\n", "")
 
 
+def test_command_that_returns_no_number_ends_with_0(monkeypatch):
+    """fastsuncet.commands.demo.demo returns its curves."""
+    module = types.ModuleType("fastsuncet.commands.demo")
+    module.demo = lambda folder, **others: [folder]
+    monkeypatch.setitem(sys.modules, "fastsuncet.commands.demo", module)
+    assert cli.main(["demo"]) == 0
+
+
 def test_main_prints_no_traceback_for_a_closed_pipe():
     reading, writing = os.pipe()
     os.close(reading)  # what `| head` does once it has read enough
