@@ -1,11 +1,14 @@
-"""Print lines, shorten lists of names, and go on without the output once nobody can read it."""
+"""Print lines and progress, shorten lists of names, and go on without the output once nobody can read it."""
 
 import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
+
+# A function that prints one line. ProgressBar.say keeps lines clear of the bar.
+Say = Callable[[str], None]
 
 
 def say_line(line: str, stream: TextIO | None = None) -> None:
@@ -40,6 +43,12 @@ def printable(text: str, encoding: str | None = None) -> str:
     """
     shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     return "".join(shown).encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
+
+
+def show_progress(what: object, done: int, total: int) -> None:
+    """Show how many of `total` are done, on one line of a terminal; nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r{what}: {done:,} of {total:,}", end="" if done < total else "\n", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ FLOORS = [
     "pipelines.dali",
     "pipelines",  # the other modules at its top: the loader and the tools that find bad files
     # ---- pixels end here, learning begins ----
-    "fastsuncet.errors fastsuncet.console fastsuncet.paths fastsuncet.versions",
+    "fastsuncet.errors fastsuncet.paths fastsuncet.versions",
     "fastsuncet.config fastsuncet.distributed fastsuncet.kernels",
     "fastsuncet.losses fastsuncet.optim fastsuncet.models fastsuncet.checkpoint",
     "fastsuncet.metrics fastsuncet.data",

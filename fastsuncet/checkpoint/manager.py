@@ -36,9 +36,9 @@ from fastsuncet.checkpoint.format import (
     verify,
     write,
 )
-from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
+from pipelines.output import Say, say_line
 
 FOLDER = "checkpoints"  # of a run, in its folder
 LATEST = "latest"

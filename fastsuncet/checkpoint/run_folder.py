@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
 
-from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
 from fastsuncet.distributed.place import Place, explain_error
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
+from pipelines.output import say_line
 
 Json = TypeVar("Json")
 T = TypeVar("T")

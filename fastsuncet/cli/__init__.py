@@ -15,10 +15,10 @@ import traceback
 from difflib import get_close_matches
 
 from fastsuncet.cli._parser import Parser, UsageError, overview
-from fastsuncet.console import say_line
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import LOST, CheckpointError, FastSuncetError
 from pipelines.data_errors import DataError
+from pipelines.output import say_line
 
 # The sub-commands: data_check.py is `fastsuncet data check`.
 COMMANDS = tuple(

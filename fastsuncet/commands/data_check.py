@@ -15,7 +15,6 @@ import torch
 
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
-from fastsuncet.console import say_line, show_progress
 from fastsuncet.data.dataset import in_memory
 from fastsuncet.data.image_files import (
     image_root,
@@ -30,7 +29,7 @@ from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex, with_classes
 from pipelines.datasets.index_file import save_index
-from pipelines.output import first_five
+from pipelines.output import first_five, say_line, show_progress
 from pipelines.verify import check
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from fastsuncet.config import Config
 from fastsuncet.config.problems import words
 from fastsuncet.config.rules import FILES
-from fastsuncet.console import show_progress
 from fastsuncet.data.image_files import file_index
 from fastsuncet.paths import typed_path
 from pipelines.datasets.pack import write_pack
+from pipelines.output import show_progress
 
 
 def data_pack(config: Config, output: Path | None = None) -> None:

@@ -16,7 +16,6 @@ from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.reader import as_yaml
 from fastsuncet.config.shipped import shipped
-from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.linear import linear
@@ -24,6 +23,7 @@ from fastsuncet.training import methods
 from fastsuncet.training.step import build
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
+from pipelines.output import say_line
 
 CONFIGS = ("digits_alone", "digits_simclr", "digits_demo")  # labels alone, SimCLR, SimCLR + SuNCEt
 

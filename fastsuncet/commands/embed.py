@@ -15,11 +15,11 @@ from fastsuncet.commands.folder_pass import (
     one_process,
     skipped_lines,
 )
-from fastsuncet.console import say_line
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex
+from pipelines.output import say_line
 
 FORMATS = (".npz", ".parquet")
 MOST_NAMES = 1 << 30  # bytes

@@ -9,7 +9,6 @@ from torch import nn
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
-from fastsuncet.console import say_line
 from fastsuncet.data.dataset import Images, open_images, validates
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
@@ -26,6 +25,7 @@ from fastsuncet.metrics.results import asked, send_results
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
 from fastsuncet.versions import drawing_problem, versions
+from pipelines.output import say_line
 
 KINDS: dict[str, tuple[Callable[[nn.Module, Images, Config, Place], Measured], str]] = {
     "knn": (knn, "nearest neighbors"),

@@ -28,7 +28,6 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.config.schema import TIMM
-from fastsuncet.console import say_line
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.encoder import RECORD_BYTES, WEIGHTS, Encoder, choose, load_encoder, record_path
@@ -36,6 +35,7 @@ from fastsuncet.metrics import results, writer
 from fastsuncet.models import export_formats, timm_backbone
 from fastsuncet.versions import versions
 from pipelines import atomic_files
+from pipelines.output import say_line
 
 FOLDER = "export"  # in the run's folder
 FILES = {

@@ -13,7 +13,6 @@ from pathlib import Path
 from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
-from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images, validates
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
@@ -34,6 +33,7 @@ from fastsuncet.metrics.results import send_results
 from fastsuncet.models.flops import network_cost
 from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
+from pipelines.output import say_line
 
 
 def finetune(

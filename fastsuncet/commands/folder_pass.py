@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.config import Config
-from fastsuncet.console import say_line
 from fastsuncet.distributed.place import Place, pick_device
 from fastsuncet.errors import LOST, CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
@@ -32,7 +31,7 @@ from fastsuncet.training.determinism import set_determinism
 from pipelines import atomic_files
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
-from pipelines.output import counted
+from pipelines.output import counted, say_line
 from pipelines.sampling.augmentation import Center
 
 # The evaluation's code reads its back-end and threads from a config; the pixels are the encoder's own.

@@ -22,13 +22,13 @@ from fastsuncet.commands.folder_pass import (
 )
 from fastsuncet.commands.prediction_page import Prediction, prediction_page
 from fastsuncet.config import Config
-from fastsuncet.console import say_line
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.classifier import Classifier, best_classifier, describe, fitted_to, run_of
 from fastsuncet.evaluation.encoder import Encoder
 from pipelines import atomic_files
 from pipelines.datasets.folders import existing_folder, image_tree
 from pipelines.datasets.index import ImageIndex
+from pipelines.output import say_line
 
 FORMATS = (".csv", ".parquet")
 UNSURE = 0.5  # below this probability a second class, or all others together, are as likely

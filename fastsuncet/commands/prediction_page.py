@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from fastsuncet.console import say_line
 from pipelines.datasets.image_headers import FORMATS, as_rgb
-from pipelines.output import counted
+from pipelines.output import counted, say_line
 
 SIDE = 160  # pixels of a thumbnail, of about 5 kB
 OF_CLASS = 8  # pictures of a class, the surest and as many of the least sure, at most

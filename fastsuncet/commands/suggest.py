@@ -20,13 +20,13 @@ from fastsuncet.commands.folder_pass import (
 )
 from fastsuncet.commands.labeling_page import labeling_page
 from fastsuncet.config import Config
-from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation.classifier import run_classifier, run_of
 from fastsuncet.evaluation.suggestions import typical
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.label_splits import labeled_split
+from pipelines.output import say_line
 
 POOL = 100_000  # images without a label that are looked at: more do not make better clusters
 SHOWN_TO_HELP = 100  # labels in the end: the one number with a gain on both data sets (RESULTS.md)

@@ -22,7 +22,6 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import RunStatus, disk_errors, exclusive_run_folder, on_rank_0
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, ConfigErrors
-from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import write_learned_labels
 from fastsuncet.data.paired_stream import PairedStream
@@ -41,6 +40,7 @@ from fastsuncet.training.trainer import Trainer
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
+from pipelines.output import say_line
 
 # Training images of a plan without data; ImageNet's for every other data.kind.
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_442}

@@ -12,7 +12,6 @@ from fastsuncet.commands.train import check_before_images
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml
 from fastsuncet.config.shipped import shipped
-from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.signals import SignalFlag
@@ -23,6 +22,7 @@ from fastsuncet.tuning import paths, processes
 from fastsuncet.tuning.chooser import Outcome, Rung, Values, climb
 from fastsuncet.tuning.rungs import candidates
 from pipelines import atomic_files
+from pipelines.output import say_line
 
 CHILD = 900.0  # seconds for one contender at most: torch.compile takes minutes
 

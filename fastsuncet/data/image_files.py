@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from fastsuncet.config import Config
-from fastsuncet.console import show_progress
 from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
 from pipelines.datasets.csv_labels import with_csv_labels
@@ -17,7 +16,7 @@ from pipelines.datasets.folders import image_folder, image_tree, look_again
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import load_index, load_own_index, save_index
 from pipelines.datasets.pack import open_pack
-from pipelines.output import counted, say_line, say_once
+from pipelines.output import counted, say_line, say_once, show_progress
 
 
 def find_files(config: Config, *, train: bool, scan: bool) -> ImageIndex:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
-from fastsuncet.console import say_line
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import learned
 from fastsuncet.distributed.place import Place
@@ -43,7 +42,7 @@ from pipelines import atomic_files
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import labeled_split
-from pipelines.output import first_five
+from pipelines.output import first_five, say_line
 from pipelines.verify import check
 
 FOLDER = "classifier"  # in the run's folder

@@ -16,7 +16,6 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.manager import META, MODEL, LoadedCheckpoint
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, ConfigErrors
-from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
@@ -34,6 +33,7 @@ from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.paths import typed_path
 from fastsuncet.training import methods
 from pipelines import atomic_files
+from pipelines.output import say_line
 from pipelines.sampling.augmentation import Center
 
 WEIGHTS = MODEL  # of an exported folder; timm reads this name too

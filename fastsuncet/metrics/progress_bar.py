@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from fastsuncet.console import printable, say_line, survive_lost_output
+from pipelines.output import printable, say_line, survive_lost_output
 
 # Key of a metrics record -> the format of its value in a line, and its text in the bar.
 FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {

@@ -16,8 +16,8 @@ import numpy as np
 
 from fastsuncet.config import Config, flat
 from fastsuncet.config.reader import as_yaml
-from fastsuncet.console import Say, say_line
 from pipelines import atomic_files
+from pipelines.output import Say, say_line
 
 PARAMS = 100  # in a call, at most: MLflow refuses more
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastsuncet.config import Config
-from fastsuncet.console import Say, say_line
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
+from pipelines.output import Say, say_line
 
 if TYPE_CHECKING:
     from fastsuncet.metrics.trackers import Tracker

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastsuncet.console import Say, say_line
 from fastsuncet.data.paired_stream import Batch
 from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.optim import DeviceLR
 from fastsuncet.training.step import StepMethod, train_step
+from pipelines.output import Say, say_line
 
 # Steps of each kind before it is captured. DDP times its first ten passes with events, which a capture cannot wait for:
 # PyTorch asks for eleven passes before it.

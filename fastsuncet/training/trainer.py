@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import RunStatus, on_rank_0, require_run_folder
 from fastsuncet.config import Config
-from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import gather_json
 from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 from fastsuncet.distributed.place import Place
@@ -38,6 +37,7 @@ from fastsuncet.errors import CheckpointError, HungError, NumericalError, Preemp
 from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
 from fastsuncet.training.logger import RunLogger
+from pipelines.output import say_line
 
 BatchType = TypeVar("BatchType")
 FILES_SHOWN = 20  # in a message, at most

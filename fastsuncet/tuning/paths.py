@@ -32,7 +32,6 @@ from packaging.version import Version
 
 from fastsuncet.config import Arithmetic, Config, flat
 from fastsuncet.config.schema import TIMM
-from fastsuncet.console import say_line
 from fastsuncet.distributed.collectives import any_rank, broadcast_json, gather_json
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
@@ -46,6 +45,7 @@ from fastsuncet.tuning.trials import SLOWER, Trial, Verdict
 from pipelines import cuda_compiler
 from pipelines.backend import dali_problem
 from pipelines.dali.view_operator import use as view_operator
+from pipelines.output import say_line
 
 INT32 = 2**31 - 1
 GRAPH, VIEW = "CUDA graph", "view.cu"

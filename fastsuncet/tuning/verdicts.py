@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from fastsuncet.console import say_line
 from fastsuncet.tuning.trials import Verdict
 from fastsuncet.versions import digest_of_sources, versions
 from pipelines import atomic_files, code_cache, cuda_compiler
+from pipelines.output import say_line
 
 LIMIT = 1 << 16  # bytes of a verdict
 DRIVER = Path("/proc/driver/nvidia/version")

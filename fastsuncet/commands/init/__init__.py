@@ -10,12 +10,12 @@ from fastsuncet.commands.init import survey
 from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, parse
-from fastsuncet.console import say_line
 from fastsuncet.data.learned_labels import held_out_of
 from fastsuncet.distributed.place import expected_ranks
 from fastsuncet.errors import ConfigError
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
+from pipelines.output import say_line
 
 
 def init(folder: Path, labels: Path | None, hours: float, weights: str | None, output: Path) -> None:

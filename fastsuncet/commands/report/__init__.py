@@ -14,12 +14,12 @@ from fastsuncet.commands.report import paper, tables
 from fastsuncet.commands.report.compute_saved import Saving, savings
 from fastsuncet.commands.report.curves import KNN, Curve, Panel, arrange, choose_metrics, join_lengths
 from fastsuncet.commands.report.reading import read_runs
-from fastsuncet.console import say_line
 from fastsuncet.metrics.rankme import RANKS
 from fastsuncet.metrics.writer import csv_table
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
+from pipelines.output import say_line
 
 COSTS_NOTE = (
     "A petaFLOP is 1e15 floating-point operations. A training sample costs 6 x MAC of encoder and head: 2 FLOP a "

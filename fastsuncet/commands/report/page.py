@@ -23,7 +23,6 @@ from fastsuncet.commands.report.curves import NAMES, scale
 from fastsuncet.commands.report.reading import compare_settings, measurement_of, require_run, variant
 from fastsuncet.config import Config, flat, load_config
 from fastsuncet.config.schema import DEFAULTS
-from fastsuncet.console import say_line
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics import writer
 from fastsuncet.metrics.rankme import RANKS, collapse_warning
@@ -32,6 +31,7 @@ from fastsuncet.metrics.results import read_results, tuning_of
 from fastsuncet.training import methods
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
+from pipelines.output import say_line
 
 NAME, VIEWS = "page.html", "views.png"  # in the run's folder
 PICTURE_BYTES = 16 << 20

@@ -12,9 +12,8 @@ from fastsuncet.commands.sweep.child import PREEMPTED, Children
 from fastsuncet.commands.sweep.jobs import job_state
 from fastsuncet.commands.sweep.runs import Job, Run, expand, runs_named, runs_of_task
 from fastsuncet.commands.sweep.spec import read_sweep
-from fastsuncet.console import say_line
 from fastsuncet.errors import CheckpointError, ConfigError
-from pipelines.output import counted
+from pipelines.output import counted, say_line
 
 
 def sweep(

@@ -16,7 +16,6 @@ from torch import Tensor
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
-from fastsuncet.console import Say
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
@@ -53,7 +52,7 @@ from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
 from fastsuncet.versions import versions
 from pipelines.data_errors import DataError
-from pipelines.output import first_five
+from pipelines.output import Say, first_five
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning
 LEAST_UPDATES = 300  # of a fine-tuning that starts from the linear classifier: few labels make short epochs

@@ -21,7 +21,6 @@ import numpy as np
 from fastsuncet.checkpoint.run_folder import disk_errors, lock_folder, on_rank_0
 from fastsuncet.config import Config
 from fastsuncet.config.schema import FinetuneSection
-from fastsuncet.console import Say, say_line
 from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
@@ -44,6 +43,7 @@ from fastsuncet.evaluation.finetuning.record import (
 from fastsuncet.metrics.results import FOLDER, asked, name_of, read_result, send_results, write_result
 from fastsuncet.versions import versions
 from pipelines import atomic_files
+from pipelines.output import Say, say_line
 from pipelines.sampling.augmentation import Center
 
 REMEDY = "Remove that folder to run the cell again."
