@@ -13,7 +13,7 @@ off, its plain twin computes the same. `choose` decides so:
 So a verdict can switch a path that the table allows on or off, and nothing else. A checkpoint keeps the choice.
 
 trials.py proves and times a kernel. kernels/switches.py holds the answer in the process (`switch`), and what uses a
-kernel asks it (`usable`): losses/contrast_kernel.py, optim/lars.py, models/norm_kernel.py. norm.cu, view.cu and the
+kernel asks it (`usable`): losses/contrast.py, optim/lars.py, models/norm_kernel.py. norm.cu, view.cu and the
 graph have a key of the config too: `resolved` writes what auto is, and step.build, pipelines/loader.py and Pretraining
 read it; a graph or view.cu that is asked for by true and fails ends the run. Only commands/train.py and tune.py come
 here: in other commands and programs a kernel is proved at its first use, and not timed. A run on a CPU has no path, and
@@ -303,7 +303,8 @@ def _try_graph(
 ) -> str | None:
     """Return why the run cannot use a CUDA graph, None if it does. Collective: the children train together."""
     values, sizes = config.canonical(), vars(arithmetic)
-    step = {section: values[section] for section in ("model", "criterion", "swav")}
+    step = {section: values[section] for section in ("model", "criterion", "swav", "paws")}
+    step["side"] = config.data.augmentation.size
     step["meta"] = {name: x for name, x in values["meta"].items() if name not in ("seed", "cuda_graph")}
     step["sizes"] = {name: x for name, x in sizes.items() if "steps" not in name and name != "num_images"}
     step["optimizer"] = config.optimization.optimizer

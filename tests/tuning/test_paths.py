@@ -93,6 +93,9 @@ def test_choose_tries_each_path_once_for_a_machine_and_shapes(monkeypatch, capsy
     # Other shapes, another card, another program.
     choose(*paper(64, "criterion.unsupervised_batch_size=1408"))
     assert children.tried[2:] == [["contrast.cu", "norm.cu"], GRAPH]
+    choose(*paper(64, "data.augmentation.size=160"))
+    assert GRAPH in children.tried[4:]
+    del children.tried[4:]
     monkeypatch.setattr(verdicts, "describe_machine", lambda device: {"memory": 1 << 50, "driver": "2"})
     choose(config, sizes)
     assert children.tried[4:] == [KERNELS, GRAPH]
