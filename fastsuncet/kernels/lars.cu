@@ -7,7 +7,7 @@
 // squares to its own slot; each block of the update adds up its tensor's slots in a fixed order: no atomics, so the
 // same bits in every run, and no third launch. The largest tensor of a ResNet-50 has 512 slots, 4 KB from L2.
 //
-// fastsuncet/optim/lars_reference.py is the formula; the caller is fastsuncet/optim/lars_kernel.py.
+// fastsuncet/optim/lars.py has the formula; the caller is fastsuncet/optim/lars_kernel.py.
 #include "device.cuh"
 
 // The caller defines THREADS (of a block), CHUNK (elements) and TENSORS (most in one launch).
