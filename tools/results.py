@@ -433,7 +433,7 @@ def few_labels_decisions(runs: Mapping[str, Studies], kind: str) -> str:
     for labels, found in runs.items():
         # FLOPs until SimCLR's best accuracy over SimCLR's own FLOPs for it
         ratios = [s.shares[0] if s.shares else NOT_REACHED for s in found[kind].saved(METHOD, "best")]
-        values[f"{labels} labels: compute saved, r"] = [log(ratio) for ratio in ratios]
+        values[f"{labels} labels: compute needed, r"] = [log(ratio) for ratio in ratios]
         ends = (found[kind].shares(name) for name in (CROSS_ENTROPY, METHOD))
         values[f"{labels} labels: SuNCEt less cross-entropy"] = points.paired(*ends)
     for what, each, p in points.by_holm(values):

@@ -160,7 +160,7 @@ class MetaSection(Section):
     compile: Switch = False
     """torch.compile of the network; the first step then takes minutes"""
     cuda_graph: AutoSwitch = "auto"
-    """run the step as one CUDA graph. auto: where a process has 256 views an update or fewer, and a trial on this
+    """run the step as one CUDA graph. auto: where a process has 384 views an update or fewer, and a trial on this
     machine has shown that a graph computes the same bits and is not slower
     """
     deterministic: Switch = True

@@ -5,11 +5,11 @@
 2. The training loop (training/trainer.py) reads the flag once a step, and before each batch of an evaluation.
    `StopConsensus` makes all ranks stop after the same step, whichever of them got the signal.
 3. The loop saves a checkpoint and raises `Preempted` (errors.py); before the first step commands/train.py raises it.
-   The command writes status.json (checkpoint/run_folder.py), and cli/__init__.py returns 75: the same command
-   continues the run. A signal in the last update or later changes nothing: the run exports its encoder, is "done" only
-   then, and ends with 0, or with the code of an export that failed. Until the process has ended it ignores further
-   signals, but for a second Ctrl-C before the save is done (130). Before commands/train.py has entered `SignalFlag` a
-   signal ends the process at once.
+   The command writes status.json (checkpoint/run_folder.py), and cli/__init__.py returns 75: the same command continues
+   the run. So it is after the last update while an evaluation is still to be made. Later a signal changes nothing: the
+   run exports its encoder, is "done" only then, and ends with 0 or the code of an export that failed. Until the process
+   has ended it ignores further signals, but for a second Ctrl-C before the save is done (130). Before commands/train.py
+   has entered `SignalFlag` a signal ends the process at once.
 
 Who passes signals on: launch.py to its ranks, and returns the code of the first one that left with a reason, or after a
 signal what status.json says; and commands/sweep/child.py to the sweep's command. When one of them dies, of kill -9 or

@@ -1,6 +1,6 @@
 """The ledger: what a run has cost so far, in images, updates, petaFLOPs, seconds and joules. Checkpoints keep it.
 
-A FLOP here is the paper's: 6 x MAC for a training sample (2 forward, 4 backward) of the encoder and the head. Losses
+Counted is 6 x MAC for a training sample (2 forward, 4 backward) of the encoder and the head (models/flops.py). Losses
 with their classifier or prototypes, BatchNorm, optimizer and pixels are not counted: under 2 % for a ResNet-50 at 224.
 
 Joules are those of the ranks' GPUs, board and memory, not of the host: from the counter that NVIDIA's driver keeps,

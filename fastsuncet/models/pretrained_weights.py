@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import CheckpointError
 from fastsuncet.models import timm_backbone
-from fastsuncet.models.resnet import WIDTHS, build_model
+from fastsuncet.models.resnet import OWN, WIDTHS, build_model
 
 # Where trainers put the network in their files: the authors, torchvision's references and timm, many others.
 WRAPPINGS = ("encoder", "state_dict", "model", "model_state_dict", "state_dict_ema", "model_ema")
@@ -34,7 +34,10 @@ PAWS_PREDICTOR = {"bn1": "0", "fc1": "1", "bn2": "2", "fc2": "4"}
 MOST_BYTES = 20 << 30  # of a file of weights; torch.load reads it whole
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 STATISTICS = ("running_mean", "running_var")
-KNOWN = f"fastsuncet has {', '.join(WIDTHS)}, as torchvision builds them"
+KNOWN = (
+    f"fastsuncet has {', '.join(name for name in WIDTHS if name not in OWN)} as torchvision builds them, and its own "
+    + " and ".join(OWN)
+)
 CONVERT = (
     'python -c \'import sys, torch; torch.save({"state_dict": torch.load(sys.argv[1], map_location="cpu", '
     'weights_only=False)["state_dict"]}, sys.argv[2])\' IN OUT'

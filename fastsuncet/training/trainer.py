@@ -95,7 +95,7 @@ class TrainingTask(ABC, Generic[BatchType]):
 
     @abstractmethod
     def cost(self, step: int) -> tuple[int, int]:
-        """Return the images of the update of `step` and their multiply-adds, over all ranks."""
+        """Return the views of the update of `step` and their multiply-adds, over all ranks."""
 
     def after_step(self, step: int, values: Tensor) -> str | None:
         """Take the `values` of `train_step`; return a message for the user, if there is one."""

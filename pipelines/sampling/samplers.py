@@ -181,7 +181,7 @@ class ClassSampler:
         """Return image indices, int64 (local_batch,), of `rank` at `step`, interleaved [a, b, c, a, b, c, ...]."""
         m, slots = self.images_per_class, self._slots(step)
         counts = self._counts[slots]
-        # Each class was visited once a cycle, and a permutation of its images lasts counts // m visits.
+        # A class is visited at most once a cycle, and a permutation of its images lasts counts // m visits.
         numbers, turns = np.divmod(step // self.steps_per_cycle, np.maximum(1, counts // m))
         # Few classes begin a permutation at a step, unless they are too small for two visits.
         stale = self._permutations[slots] != numbers

@@ -135,7 +135,7 @@ def test_few_labels_decides_by_its_rules(tmp_path):
     for labels, said in ((100, "**confirmed, as large as in the paper**"), (500, "**undecided**")):
         center, half = interval([math.log(r) for r in ratios[labels]])
         low, middle, high = (math.exp(center + sign * half) for sign in (-1, 0, 1))
-        line = next(row for row in shown.splitlines() if f"{labels} labels: compute saved" in row)
+        line = next(row for row in shown.splitlines() if f"{labels} labels: compute needed" in row)
         assert f"| {middle:.2f} ({low:.2f} to {high:.2f}) |" in line and said in line
     assert re.search(
         r"100 labels: SuNCEt less cross-entropy \| \+2\.00 ± 0\.20 points .*\*\*better\*\*", shown
@@ -145,7 +145,7 @@ def test_few_labels_decides_by_its_rules(tmp_path):
     # SimCLR's 50 less 30 to 34 of cross-entropy, which is ahead of SuNCEt's 20 to 24.
     assert "| 100 labels | +18.00 ± 1.96 |" in shown
     assert re.search(r"\| 250 \| labels alone, SuNCEt .* 33\.00 ", shown) and "| +7.00 |" in shown
-    assert shown.count("compute saved, r") == 4  # linear too, without a decision
+    assert shown.count("compute needed, r") == 4  # linear too, without a decision
 
 
 def test_few_labels_loses_what_holm_takes_and_waits_for_all_seeds(tmp_path):
@@ -153,12 +153,12 @@ def test_few_labels_loses_what_holm_takes_and_waits_for_all_seeds(tmp_path):
     reach = {100: [6.1, 6.6, 5.3, 6.6, 5.7], 500: [8.0, 12.0, None, 6.0, None]}
     none = [0.1, -0.1, 0.2, -0.2, 0.0]
     shown = few_labels(tmp_path / "five", reach, {100: none, 500: none})
-    line = next(row for row in shown.splitlines() if "100 labels: compute saved" in row)
+    line = next(row for row in shown.splitlines() if "100 labels: compute needed" in row)
     center, half = interval([math.log(x / 7) for x in reach[100]])
     assert center + half < 0 and "**undecided**" in line
     for seeds, last in ((4, 8), (5, 7)):  # a seed that is missing, and one that has not ended
         shown = few_labels(tmp_path / f"{seeds}", reach, {100: none, 500: none}, range(seeds), last)
-        assert "Decisions: none yet, 4 of 5 seeds." in shown and "compute saved" not in shown
+        assert "Decisions: none yet, 4 of 5 seeds." in shown and "compute needed" not in shown
 
 
 @pytest.mark.parametrize(
