@@ -214,7 +214,8 @@ def embed(
     names are "0", "1", ... Computed on the encoder's device without gradients, with the code of `fastsuncet evaluate`:
     the center crop `view` (by default `encoder.view`) and BatchNorm in eval mode; torch's switches, such as TF32 on a
     GPU, stay the caller's. `fastsuncet embed` turns TF32 off, writes a file and can be continued. Raises ConfigError
-    for an encoder without a view, DataError for no images or a bad one; with `skip_bad` its features are NaN.
+    for an encoder without a view, DataError for no images or a bad one. With `skip_bad` its features are
+    NaN, if another image is good.
     """
     encoder = encoder if isinstance(encoder, nn.Module) else load_encoder(encoder)
     view = view or getattr(encoder, "view", None)
@@ -236,7 +237,7 @@ def predict(
     classifier is fitted to the run's labeled images the first time and kept in the run. Each `Prediction` has file,
     label, probability, second_label and second_probability; the probabilities are calibrated. `fastsuncet predict` does
     the same into a file and can be continued. Raises ConfigError, and DataError for missing labels or a bad image,
-    which `skip_bad` leaves out.
+    which `skip_bad` leaves out if another one is good.
     """
     if isinstance(images, (str, Path)):
         existing_folder(images)  # before a classifier is fitted

@@ -12,9 +12,12 @@ def mean_average_precision(scores: np.ndarray, presence: np.ndarray) -> tuple[fl
     """Return the mean over classes, and each class's average precision, float64 (C,), from 0 to 1.
 
     `scores` (N, C) float: only their order counts. `presence` (N, C): 1 the class is there, -1 it is not, 0 difficult.
-    A class without a positive image has no recall: its value is NaN, and the mean is over the others.
+    A class without a positive image has no recall: its value is NaN, and the mean is over the others. Raises ValueError
+    where no class has one.
     """
     each = np.array([average_precision(*pair) for pair in zip(scores.T, presence.T, strict=True)])
+    if np.isnan(each).all():
+        raise ValueError("no class has a positive image")
     return float(np.nanmean(each)), each
 
 

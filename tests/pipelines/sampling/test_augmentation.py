@@ -176,6 +176,16 @@ def test_draws_of_a_random_order_are_uniform_and_change_nothing_else(many):
         assert same == (field.name != "order"), field.name
 
 
+def test_draws_are_uncorrelated(many):
+    jittered = many.hue != 0
+    columns = [many.flip, many.gray, many.sigma > 0, many.box[:, 0], many.box[:, 1], many.box[:, 2]]
+    columns += [many.brightness, many.contrast, many.saturation, many.hue]
+    correlation = np.corrcoef(np.stack([column[jittered].astype(float) for column in columns]))
+    correlation[3:6, 3:6] = 0  # a box's corner and its size share the image
+    np.fill_diagonal(correlation, 0)
+    assert np.abs(correlation).max() < 4.5 / math.sqrt(jittered.sum())
+
+
 def test_draws_of_zero_strength_are_neutral():
     view = draw(np.full((200, 2), 300), Augmentation(flip=0, jitter=0, gray=0, blur=0))
     assert not view.flip.any() and not view.gray.any()
