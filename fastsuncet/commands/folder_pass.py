@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -177,8 +177,7 @@ class FolderPass:
         at `output` meanwhile is replaced. Raises BadImage where no image can be decoded, ConfigError for a file that
         appeared at `output`, CheckpointError for a disk that refuses or another process that writes there.
         """
-        if len(self.index.bad) == len(self.index):
-            self.index.require_good()
+        self._require_a_good_one()
         part = output.with_name(f".{output.name}.part")
         with disk_errors(output, "--output"):
             atomic_files.make_folder(part)
@@ -200,8 +199,7 @@ class FolderPass:
 
     def _require_a_good_one(self) -> None:
         if len(self.skipped) == len(self.index):
-            bad = [(str(self.index.path(i)), reason) for i, reason in sorted(self.skipped.items())]
-            raise BadImage(bad, allowed=None)
+            replace(self.index, bad=dict(sorted(self.skipped.items()))).require_good()
 
     def _continued(self, part: Path) -> np.ndarray:
         """Return the rows of all images in a file in `part`; those that are done there are not computed."""
