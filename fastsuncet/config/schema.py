@@ -522,8 +522,8 @@ class FinetuneSection(Section):
     head: Literal["linear", "zero"] = "linear"
     """what the classifier starts from. zero: zeros, as in the paper; linear: the linear fit on the frozen features
     (Kumar et al. 2022, 2202.10054), with new BatchNorm statistics where the encoder's are stale. The rate is then
-    bounded by the features' scale, a batch has at most all labels, there are at least 300 updates, and the result is
-    the mean of the first and the last weights (Wortsman et al. 2022, 2109.01903)
+    bounded by the features' scale and the gradient's norm by 1, a batch has at most all labels, there are at least 300
+    updates, and the result is the mean of the first and the last weights (Wortsman et al. 2022, 2109.01903)
     """
     epochs: Count = 30
     """passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90"""

@@ -119,7 +119,7 @@ def test_finetuning_step_stays_on_the_gpu(loss):
             targets = torch.zeros(4, 10, dtype=torch.int8, device=CARD)
         batch = [(pixels(4, 32), targets)] * 2
         with Watch() as watch:
-            values = finetune_step(network, optimizer, scaler, autocast, loss, batch, 2, 0.1)
+            values = finetune_step(network, optimizer, scaler, autocast, loss, batch, 2, 0.1, 1.0)
         assert values.shape == (2,) and places(network, optimizer) == {CARD} == {values.device}
     assert watch.mixed == []
 

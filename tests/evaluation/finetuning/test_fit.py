@@ -214,6 +214,21 @@ def test_update_after_one_that_overflows_is_the_first(tmp_path, monkeypatch):
     assert all(map(torch.equal, *found))
 
 
+def test_strong_classifier_moves_the_encoder_by_no_more_than_the_bound(tmp_path):
+    """A classifier's large weights are large gradients of the encoder; in fp16 they are multiplied by a scale as well."""
+    images, encoder, config = (pictures(45), np.arange(45)), plain_encoder(), config_in(tmp_path, head="linear")
+    start = frozen.Frozen(encoder.module, False, torch.randn(CLASSES, 16) * 1e3, torch.zeros(CLASSES), 1.0, {})
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        task = FineTuning(encoder, *images, config, ALONE, tmp_path, {}, steps=2, frozen=start)
+        task.scaler = scaler or task.scaler
+        before = [x.detach().clone() for x in task.model.parameters()]
+        task.train_step(iter([task.stream(0, 0)]), 0.1)
+        task.stream.close()
+        moved = [x.detach() - y for x, y in zip(task.model.parameters(), before)]
+        # Nesterov's first step is 1 + momentum times the gradient, whose norm is 1 now.
+        assert torch.stack([x.norm() for x in moved]).norm().item() == pytest.approx(0.1 * 1.9, rel=1e-3)
+
+
 def on_rank(rank: int, world_size: int, folder: str, encoder: str, passes: tuple[int, ...]) -> dict:
     place = Place(rank, world_size, rank, ALONE.device)
     for accumulate in passes:
