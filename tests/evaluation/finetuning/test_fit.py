@@ -216,8 +216,9 @@ def test_update_after_one_that_overflows_is_the_first(tmp_path, monkeypatch):
 
 def test_strong_classifier_moves_the_encoder_by_no_more_than_the_bound(tmp_path):
     """A classifier's large weights are large gradients of the encoder; in fp16 times the scaler's scale."""
-    images, encoder, config = (pictures(45), np.arange(45)), plain_encoder(), config_in(tmp_path, head="linear")
-    start = frozen.Frozen(encoder.module, False, torch.randn(CLASSES, 16) * 1e3, torch.zeros(CLASSES), 1.0, {})
+    images, encoder = (pictures(45), np.arange(45)), plain_encoder()
+    weight, config = torch.randn(CLASSES, 16) * 1e3, config_in(tmp_path, head="linear")
+    start = frozen.Frozen(encoder.module, False, weight, torch.zeros(CLASSES), 1.0, {})
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
         task = FineTuning(encoder, *images, config, ALONE, tmp_path, {}, steps=2, frozen=start)
         task.scaler = scaler or task.scaler
