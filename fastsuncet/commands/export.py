@@ -9,6 +9,7 @@ the classes, the sha256 of the weights, what the training cost and its results. 
 ONNX.
 """
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -29,7 +30,7 @@ from fastsuncet.config import Config
 from fastsuncet.config.schema import TIMM
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
-from fastsuncet.evaluation.encoder import WEIGHTS, Encoder, choose, load_encoder, record_path
+from fastsuncet.evaluation.encoder import RECORD_BYTES, WEIGHTS, Encoder, choose, load_encoder, record_path
 from fastsuncet.metrics import results, writer
 from fastsuncet.models import export_formats, timm_backbone
 from fastsuncet.versions import versions
@@ -54,14 +55,15 @@ def export(
     *,
     output: Path | None = None,  # a file, with safetensors a folder; None: in the run's folder
     step: int | None = None,
-    force: bool = False,  # replace what is at `output`
+    force: bool = False,  # replace what is at `output`, and what was changed since it was exported
 ) -> Path:
     """Write the encoder of the newest good checkpoint, or of `step`'s, and its record; return the file or folder.
 
     The encoder is in float32, without the projection head; a fine-tuned one keeps its classifier. What was there before
     stays whole until the new one is. Raises ConfigError for a format that cannot hold this network, for an `output`
-    that exists, has a record already or ends as no file of this format, for a folder with files that no export writes;
-    CheckpointError for no good checkpoint, another process that exports to the same place, or a disk that refuses.
+    that exists, has a record already or ends as no file of this format, for files there that no export wrote or that
+    were changed since; CheckpointError for no good checkpoint, another process that exports to the same place, or a
+    disk that refuses.
     """
     if output is not None:
         check_output(output, to, force)
@@ -88,7 +90,7 @@ def export(
         with atomic_files.only_writer(target) as alone:
             if not alone:
                 raise CheckpointError(f"another process is exporting to {target}: wait for its end")
-            _require_replaceable(target)
+            _require_replaceable(target, force)
             replaced = " (replaced)" if atomic_files.exists(target) else ""
             write = _write_folder if to == "safetensors" else _write_file
             write(target, encoder, record)
@@ -146,15 +148,40 @@ def check_output(output: Path, to: str, force: bool) -> None:
         )
 
 
-def _require_replaceable(target: Path) -> None:
-    """Raise ConfigError where `target` is a folder with files that no export writes, such as a .git."""
-    present = {path.name for path in target.iterdir()} if target.is_dir() else set()
-    if names := sorted(present - set(FOLDER_FILES)):
+def _require_replaceable(target: Path, force: bool) -> None:
+    """Raise ConfigError where an export to `target` would replace files that no export wrote, or wrote otherwise.
+
+    --force replaces them, but removes nothing else from a folder, such as a .git.
+    """
+    names = _changed(target)
+    if force:
+        names = [name for name in names if target.is_dir() and name not in FOLDER_FILES]
+    if names:
         shown = ", ".join(names[:5]) + (", ..." if names[5:] else "")
+        remedy = "Move them away, or choose" if force else "Move them away, add --force, or choose"
         raise ConfigError(
-            f"{target} is not replaced, even with --force: it holds {shown}, which no export writes. Move them away, "
-            "or choose another --output"
+            f"{target} is not replaced: no export wrote {shown}, or it was changed since. {remedy} another --output"
         )
+
+
+def _changed(target: Path) -> list[str]:
+    """Return the names of the files at `target` that are not as an export wrote them."""
+    about = record_path(target / WEIGHTS if target.is_dir() else target)
+    # A kill can leave a file without its record.
+    paths = target.iterdir() if target.is_dir() else (target, about) if about.exists() else ()
+    known: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        content = atomic_files.read_bytes(about, RECORD_BYTES)
+        record = json.loads(content)
+        own = record.pop("record_sha256")
+        known = dict(record["files"])
+        if _sha256(atomic_files.as_json(record)) == own:
+            known[about.name] = _sha256(content)
+    return sorted(
+        path.name
+        for path in paths
+        if path.is_symlink() or not path.is_file() or _sha256(path.read_bytes()) != known.get(path.name)
+    )
 
 
 def _is_of(checkpoint: Path, weights: Path) -> bool:
@@ -227,7 +254,7 @@ def _write_file(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
         torch.save(_tensors(encoder), stream)
         payload = stream.getvalue()
     beside = record_path(path)
-    about = _record_json(record, payload)
+    about = _sealed(record | _sums(payload), {path.name: payload})
     with atomic_files.replacing(beside) as record_file, atomic_files.replacing(path) as weights_file:
         for stream, content in ((record_file, about), (weights_file, payload)):
             stream.write(content)
@@ -244,7 +271,7 @@ def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
     )
     texts = atomic_files.as_json(_timm_config(record)), _model_card(record).encode()
     files = dict(zip(FOLDER_FILES, (payload, *texts)))
-    files[FOLDER_FILES[-1]] = _record_json(record, payload)
+    files[FOLDER_FILES[-1]] = _sealed(record | _sums(payload), files)
 
     def write(folder: Path) -> None:
         atomic_files.remove(folder)  # of a killed export
@@ -259,10 +286,18 @@ def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
     atomic_files.replace_folder(path, write)
 
 
-def _record_json(record: dict[str, Any], weights: bytes) -> bytes:
-    """Return the JSON of an export: `record` with the size and the sha256 of its weights."""
-    sums = {"bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()}
-    return atomic_files.as_json(record | sums)
+def _sums(payload: bytes) -> dict[str, Any]:
+    return {"bytes": len(payload), "sha256": _sha256(payload)}
+
+
+def _sealed(record: dict[str, Any], files: dict[str, bytes]) -> bytes:
+    """Return the JSON of a record with the sha256 of `files` and of itself, by which a later export knows its own."""
+    record = record | {"files": {name: _sha256(content) for name, content in files.items()}}
+    return atomic_files.as_json(record | {"record_sha256": _sha256(atomic_files.as_json(record))})
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _timm_config(record: dict[str, Any]) -> dict[str, Any]:

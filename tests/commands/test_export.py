@@ -204,19 +204,30 @@ def test_export_of_two_processes_at_once_leaves_one_whole(tiny, to):
 
 
 @pytest.mark.slow
-def test_export_keeps_a_folder_with_files_that_no_export_writes(tiny):
-    """Also with --force. An edited file of the export is replaced."""
-    folder = export(tiny, "safetensors")
+def test_export_keeps_files_that_no_export_wrote(tiny):
+    """In the run's folder too, where nobody named an output."""
+    folder, file = export(tiny, "safetensors"), export(tiny, "timm")
+    (folder / "README.md").write_text("my card")
+    with pytest.raises(ConfigError, match=r"safetensors is not replaced: no export wrote README\.md, or it"):
+        export(tiny, "safetensors")
     (folder / ".git").mkdir()
     (folder / "README.md").rename(folder / "mine.md")
-    (folder / "mine.md").write_text("my card")
-    for output, force in ((None, False), (folder, True)):
-        with pytest.raises(ConfigError, match=r"even with --force: it holds \.git, mine\.md, which"):
-            export(tiny, "safetensors", output=output, force=force)
+    for force in (False, True):
+        with pytest.raises(ConfigError, match=r"no export wrote \.git, mine\.md, or"):
+            export(tiny, "safetensors", force=force)
     (folder / ".git").rmdir()
     (folder / "mine.md").rename(folder / "README.md")
-    assert cli.main(["export", str(tiny), "--to", "safetensors"]) == 0
+    export(tiny, "safetensors", force=True)
     assert "library_name: timm" in (folder / "README.md").read_text()
+    record = file.with_suffix(".json")
+    record.write_text(record.read_text().replace('"resize": 128', '"resize": 129'))
+    with pytest.raises(ConfigError, match=r"no export wrote timm\.json, or"):
+        export(tiny, "timm")
+    export(tiny, "timm", force=True)
+    file.write_text("other weights")
+    with pytest.raises(ConfigError, match=r"no export wrote timm\.pth, or"):
+        export(tiny, "timm")
+    assert file.read_text() == "other weights"
 
 
 OTHER = {"model": {"name": "timm/resnet26"}}
