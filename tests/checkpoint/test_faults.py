@@ -3,26 +3,20 @@
 `tests/training/test_killed.py` kills the process of a real run at random moments.
 """
 
+import contextlib
 import errno
-import json
 import os
-import re
-import resource
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
-from tests.support import faulty_files
 from tests.support.checkpoints import assert_whole, save
-from tests.support.exports import save_run
 from tests.support.power_cut import CALLS, crash_at_every_syscall, intercept, watch
 from tests.support.writers import REFUSALS, WRITERS, Writer, images
 
@@ -102,21 +96,6 @@ def test_crash_at_every_call_leaves_the_old_content_or_the_new(tmp_path, name, b
     assert calls.count("rename") + calls.count("replace") >= least[2]
 
 
-def test_power_cut_model_forgets_what_was_not_synced(tmp_path):
-    """The oracle's own test: without fsync both worst disks are worse than the file system looks."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    with watch(folder, lambda watched: None) as watched:
-        descriptor = os.open(folder / "new", os.O_WRONLY | os.O_CREAT)
-        os.write(descriptor, b"text")
-        os.close(descriptor)
-        os.rename(folder / "new", folder / "name")
-    eager, lazy = (disk for _, disk in watched.disks(tmp_path))
-    assert (folder / "name").read_bytes() == b"text"
-    assert (eager / "name").read_bytes() == b""
-    assert names(lazy) == set()
-
-
 def test_power_cut_after_make_folder_leaves_it_and_its_parents(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -182,71 +161,57 @@ def test_disk_that_refuses_a_save_keeps_what_was_there(small_disk, monkeypatch, 
         assert load_silently(folder).step == 2
 
 
-CONFIG = """\
-data: {kind: images, root: IMAGES, backend: torchvision}
-criterion: {temperature: 0.1, unsupervised_batch_size: 2}
-optimization: {epochs: 1, lr: 1.0}
-logging: {folder: runs}
-"""
+# ------------------------------------------------------------------------------------------------ file server
 
 
-@pytest.mark.parametrize("command", ["embed", "data pack"])
-def test_command_on_a_full_disk_ends_with_5_and_continues_on_a_larger_one(
-    small_disk, tmp_path, monkeypatch, capsys, command
-):
-    disk = small_disk("size=8k")
-    save_run(tmp_path / "run", "model.name=resnet_tiny", "data.augmentation.size=32")
-    (tmp_path / "run.yaml").write_text(CONFIG.replace("IMAGES", str(images().root)))
-    words = {
-        "embed": ["embed", str(tmp_path / "run"), str(images().root), "--output", str(disk / "output.npz")],
-        "data pack": ["data", "pack", str(tmp_path / "run.yaml"), "--output", str(disk / "output")],
-    }[command]
-    # As under a quota: the disk is not known to be small before it is full.
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 60))
-    for _ in range(2):
-        assert cli.main(words) == 5
-        assert re.search(r"cannot .*: .*No space left on device.*df -h", capsys.readouterr().err)
-        assert not Path(words[-1]).exists()
-    small_disk("size=8m")
-    assert cli.main(words) == 0
-    assert names(disk) == {Path(words[-1]).name}
+ERRORS = (errno.EIO, errno.ESTALE)
 
 
-def test_limit_on_file_sizes_is_named(tmp_path):
-    save(tmp_path, 1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        assert_refused_and_untouched(tmp_path, 2, "File too large", "ulimit -f")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+def each_call_fails(
+    names: tuple[str, ...], late: bool = False
+) -> Iterator[tuple[int, contextlib.AbstractContextManager]]:
+    """Yield a number and a context in which the call of that number fails; in the last one, no call does.
 
-
-@pytest.mark.parametrize(
-    ("name", "before", "number"), [case for case in CASES if case[1] or case[0] == "pack"]
-)
-def test_io_error_at_any_call_leaves_good_content_and_no_rubbish(tmp_path, capsys, name, before, number):
-    """The writer fails with the reason, or (in the cleanup only) succeeds and reports what it could not remove."""
-    writer, outcomes, calls, fatal = WRITERS[name], set(), [], 0
-    prepare(tmp_path / "before", writer, before)
+    `late`: the call happens, and only its answer is lost.
+    """
+    calls, fatal = [], 0
 
     def hook(kind, call, arguments, keywords):
         calls.append(kind)
-        if len(calls) == fatal + 1:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return call(*arguments, **keywords)
+        fails = len(calls) == fatal + 1
+        answer = None if fails and not late else call(*arguments, **keywords)
+        if fails:
+            raise OSError(ERRORS[fatal % 2], os.strerror(ERRORS[fatal % 2]))
+        return answer
 
     while fatal <= len(calls):
         calls.clear()
-        folder = tmp_path / str(fatal)
+        yield fatal, intercept(hook, names)
+        fatal += 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("name", "before", "number"), [case for case in CASES if case[1] or case[0] == "pack"]
+)
+def test_io_error_at_any_call_leaves_good_content_and_no_rubbish(
+    tmp_path, capsys, name, before, number, late
+):
+    """The writer fails with the reason, or (in the cleanup only) succeeds and reports what it could not remove."""
+    writer, outcomes = WRITERS[name], set()
+    prepare(tmp_path / "before", writer, before)
+    # Opening a file that cannot be opened is tested with the disks.
+    for fatal, failing in each_call_fails(CALLS[1:], late):
+        folder, failure = tmp_path / str(fatal), ERRORS[fatal % 2]
         shutil.copytree(tmp_path / "before", folder)
         capsys.readouterr()
-        with intercept(hook, CALLS[1:]):  # opening a file that cannot be opened is tested with the disks
+        with failing:
             try:
                 writer.write(folder, number)
                 outcomes.add("saved, and something said" if capsys.readouterr().out else "saved")
             except REFUSALS as error:
-                outcomes.add(f"refused: {'Input/output error' in str(error)}, {'dmesg' in str(error)}")
+                advised = atomic_files.advice(OSError(failure, ""), "")[:40] in str(error)
+                outcomes.add(f"refused: {os.strerror(failure) in str(error)}, {advised}")
         gone = {None} if name == "export" else set()
         assert writer.read(folder) in {before[-1] if before else None, number} | gone
         if name == "checkpoint":
@@ -254,95 +219,21 @@ def test_io_error_at_any_call_leaves_good_content_and_no_rubbish(tmp_path, capsy
         elif name not in ("pack", *ROWS):
             assert not list(folder.rglob(".tmp-*"))
         require_next(name, folder, number)
-        fatal += 1
     advised = name in ("checkpoint", "index", "pack", *ROWS)  # the others get their advice from their command
     assert outcomes - {"saved", "saved, and something said"} == {f"refused: True, {advised}"}
     assert name in ROWS or (before == (1, 2)) == ("saved, and something said" in outcomes)
     assert len(outcomes) > 1
 
 
-# --------------------------------------------------------------------------------------------- another account
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-@pytest.mark.parametrize("name", ["index", "code"])
-@pytest.mark.parametrize("theirs", ["*", "*/*", "link"])
-def test_cache_that_another_account_wrote_is_made_anew(tmp_path, capsys, name, theirs):
-    writer = WRITERS[name]
-    prepare(tmp_path / "cache", writer, (1,))
-    if not (found := [*(tmp_path / "cache").glob("*" if theirs == "link" else theirs)]):
-        pytest.skip("an index is in no folder of its own")
-    for path in found:
-        if theirs == "link":  # to content of this user
-            path.rename(tmp_path / "mine")
-            path.symlink_to(tmp_path / "mine")
-        os.chown(path, 12345, 12345, follow_symlinks=False)
-    assert writer.read(tmp_path / "cache") == (1 if (name, theirs) == ("code", "link") else None)
-    assert name == "code" or "is made anew, because " in capsys.readouterr().out
-    if found[0].is_file():
-        writer.write(tmp_path / "cache", 2)
-        assert writer.read(tmp_path / "cache") == 2
-
-
-# ------------------------------------------------------------------------------------------------ file server
-
-
-def faults(name: str) -> list[dict[str, str]]:
-    """Return faults: each of the first calls of every kind ends with an error, once, or the first comes late."""
-    calls = ("open", "read", "write", "fsync", "close", "rename", "mkdir", "stat")
-    found = [
-        {"FAULT_CALL": call, "FAULT_ERRNO": str(error), "FAULT_LATE": str(late), "FAULT_AT": str(number)}
-        for call in calls
-        for late in (0, 1)
-        for number, error in enumerate([errno.EIO, errno.ESTALE] * 5, 1 - late)
-        if 0 < number < (9 if name == "checkpoint" else 4)
-    ]
-    found += [{"FAULT_CALL": call, "FAULT_US": "20000"} for call in ("open", "fsync", "rename")]
-    return [{"writer": name, **fault} for fault in (*found, {"SHORT_READS": "7"})]
-
-
-@pytest.fixture(scope="module")
-def wrong_server(tmp_path_factory):
-    """Give what sends faults to a process with a wrong file server, and returns their outcomes and its folder."""
-    folder = tmp_path_factory.mktemp("server")
-    command = [sys.executable, "-m", "tests.support.faulty_server", str(folder)]
-    environment, errors = faulty_files.preloaded(folder), folder / "errors"
-    with errors.open("w") as file:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": file}
-        process = subprocess.Popen(command, env=environment, text=True, **pipes)
-
-    def send(table: list[dict[str, str]]) -> tuple[list[dict], str]:
-        process.stdin.write(f"{json.dumps(table)}\n")
-        process.stdin.flush()
-        # The writers' own lines come before the outcomes.
-        found = next((line for line in process.stdout if line.startswith("[{")), "[]")
-        assert not errors.read_text()
-        return json.loads(found), str(folder)
-
-    with process:
-        yield send
-        process.stdin.close()
-
-
-@pytest.mark.skipif(faulty_files.COMPILER is None, reason="no C compiler")
-@pytest.mark.parametrize("name", WRITERS)
-def test_writers_on_a_wrong_file_server_leave_whole_content(wrong_server, name):
-    """Also where a call has happened and only its answer is lost, and where it comes late."""
-    table = faults(name)
-    outcomes, folder = wrong_server(table)
-    assert len(outcomes) == len(table)
-    refused = set()
-    for fault, outcome in zip(table, outcomes, strict=True):
-        # It can be refused and complete, where the answer of its last calls was lost.
-        newest = {1, 2} | ({None} if name == "export" else set())  # weights without a record
-        assert outcome["newest"] == 2 if outcome["refused"] is None else outcome["newest"] in newest, fault
-        # A cache that cannot be read is made anew.
-        nothing = {None} if name in ("index", "code") or outcome["newest"] is None else set()
-        read = outcome["read"]
-        assert read in {1, 2} | nothing or folder in read, (fault, outcome)
-        assert outcome["after"] == 3, fault
-        sound = "FAULT_ERRNO" not in fault
-        assert not sound or outcome == {"refused": None, "newest": 2, "read": 2, "after": 3}, fault
-        refused |= {fault.get("FAULT_CALL")} if outcome["refused"] else set()
-    # NumPy and Python write rows with calls that a library before theirs does not see.
-    assert refused >= {"open", "write", "fsync", "rename"}
+@pytest.mark.parametrize("name", [name for name in WRITERS if name not in ROWS])
+def test_read_error_at_any_call_names_the_file_or_leaves_a_cache_out(tmp_path, name):
+    writer, outcomes = WRITERS[name], set()
+    prepare(tmp_path / "files", writer, (1,))
+    for fatal, failing in each_call_fails(("open", "pread")):
+        with failing:
+            try:
+                outcomes.add(writer.read(tmp_path / "files"))
+            except REFUSALS as error:
+                named = str(tmp_path) in str(error), os.strerror(ERRORS[fatal % 2]) in str(error)
+                outcomes.add(named)
+    assert outcomes == {1, None if name in ("index", "code") else (True, True)}

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -61,7 +62,7 @@ def here(sound, tmp_path, monkeypatch) -> Path:
 
 def files(folder: Path) -> dict[str, bytes | None]:
     """Return what is in a folder, without what is kept whole between commands: indices, classifiers, finished rows."""
-    kept = re.compile(r"runs(/indices.*|/run(/\.running|/classifier.*)?)?|\.out\.csv\.part.*")
+    kept = re.compile(r"runs(/indices.*|/run(/\.running|/classifier.*)?)?|\.?out\.csv\.part.*")
     names = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
     return {
         name: path.read_bytes() if path.is_file() else None
@@ -142,16 +143,8 @@ CASES = {
         (3, "11.jpg: an empty file"),
         init=(3, "none of the 12 images below photos can be read: 00.jpg (an empty file)"),
     ),
-    "a name with a line break": Case(
-        lambda: (PHOTOS / "00.jpg").rename(PHOTOS / "a\nb.jpg"), (3, r"rename it: 'a\nb.jpg'")
-    ),
     "photos in a circle of links": Case(
         lambda: (shutil.rmtree(PHOTOS), PHOTOS.symlink_to(PHOTOS)), (3, "no data folder")
-    ),
-    "no such folder": Case(
-        lambda: shutil.rmtree(PHOTOS),
-        (3, "photos: set data.root to the folder of the images"),
-        init=(3, "no data folder"),
     ),
     "a folder of predict that is none": Case(
         lambda: (shutil.copytree(PHOTOS, "own"), shutil.rmtree(PHOTOS), CONFIG.write_text(OWN)),
@@ -198,18 +191,22 @@ def test_bad_input_ends_with_its_code_its_words_and_nothing_half_written(name, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS, "data pack"])
 @pytest.mark.parametrize(
     ("options", "words"),
     [("size=64k", "free some"), ("ro,size=64k", "You cannot write there")],
     ids=["full", "ro"],
 )
-def test_bad_disk_ends_with_5_and_nothing_half_written(options, words, command, here, small_disk, capsys):
+def test_bad_disk_ends_with_5_and_nothing_half_written(
+    options, words, command, here, small_disk, monkeypatch, capsys
+):
+    # As under a quota: the disk is not known to be small before it is full.
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 60))
     disk = small_disk("size=64k")
     with pytest.raises(OSError, match="No space left"):
         (disk / "fill").write_bytes(bytes(1 << 20))
     small_disk(options)
-    line = COMMANDS[command].replace("out.csv", f"{disk}/out.csv")
+    line = COMMANDS.get(command, "data pack run.yaml --output out.csv").replace("out.csv", f"{disk}/out.csv")
     line += {"init": f" --output {disk}/mine.yaml", "train": f" logging.folder={disk}/runs"}.get(command, "")
     assert cli.main(line.split()) == 5
     said = capsys.readouterr().err
