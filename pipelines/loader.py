@@ -8,14 +8,14 @@ show in its place (`Plan.stand_in`), and prepares the step again.
 """
 
 import re
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
 from pipelines.backend import LoaderOptions, choose_backend, require_gpu
 from pipelines.data_errors import BadImage, DataError
+from pipelines.engines import Engine, engine_of
 from pipelines.output import say_line
 from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, Plan
 
@@ -25,12 +25,6 @@ DEVICE_FAILURE = re.compile(
     r"[Cc]an't allocate|allocation failed|bad_alloc|out of memory|CUDA (\w+ API )?error"
 )
 STAND_IN_ATTEMPTS = 1000  # a data set in which so many draws in a row are bad has other problems
-
-
-class Engine(Protocol):
-    """Turns draws into pixels: each run() gives the next step's views, until a RuntimeError ends its use."""
-
-    def run(self) -> list[torch.Tensor]: ...
 
 
 class Loader:
@@ -53,7 +47,7 @@ class Loader:
         self.bad: dict[str, str] = {}
         self.replaced: dict[int, int] = {}
         self._index, self._plan, self._allowed = plan.index, plan, bad_images
-        self._start, self._decode = _engine(self.options)
+        self._start = engine_of(self.options)
         self._engine: Engine | None = None
         self._next_step = 0
         self._draws: dict[int, BatchDraws] = {}
@@ -109,7 +103,7 @@ class Loader:
         if self._index.pixels is None:
             from pipelines.verify import find_bad_images
 
-            found = find_bad_images(self._index, draws.indices, self._decode)
+            found = find_bad_images(self._index, draws.indices, self.options)
         if not found:
             raise error
         if self._allowed is None:  # an evaluation's step would read as a training step
@@ -187,14 +181,3 @@ def _resolved(plan: Plan | EvaluationPlan, options: LoaderOptions) -> LoaderOpti
             "backend to dali"
         )
     return replace(options, backend=backend, view_operator=False)
-
-
-def _engine(options: LoaderOptions) -> tuple[Callable[..., Engine], Callable]:
-    """Return what starts an engine, and the decoder that it has, for single files (`verify.Decode`)."""
-    if options.backend == "dali":
-        from pipelines.dali.engine import DaliDecoder, DaliEngine
-
-        return DaliEngine, DaliDecoder(options.device, options.device_id)
-    from pipelines.torchvision_engine import TorchvisionEngine, pil_decode
-
-    return TorchvisionEngine, pil_decode

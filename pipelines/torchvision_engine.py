@@ -3,16 +3,14 @@
 It is written to be read: one image at a time. Where DALI is absent it is fast enough for a CPU or a small GPU run.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from pipelines.backend import LoaderOptions, to_device
-from pipelines.datasets.image_headers import read_rgb
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams, blur_windows
 from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, Plan
 
@@ -115,17 +113,3 @@ def augmented(image: torch.Tensor, view: ViewParams, row: int, augmentation: Aug
         window = int(blur_windows(view.sigma[row])) if window == "auto" else window
         image = F.gaussian_blur(image, [window, window], [float(view.sigma[row])])
     return image
-
-
-def pil_decode(images: Sequence[Path | bytes], threads: int = 1) -> list[tuple[int, int] | Exception]:
-    """Return, for each image, (height, width) as PIL decodes it, or the error. See `pipelines.verify.Decode`."""
-
-    def decode(image: Path | bytes) -> tuple[int, int] | Exception:
-        try:
-            height, width, _channels = read_rgb(image).shape
-        except RuntimeError as error:
-            return error
-        return height, width
-
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(decode, images))

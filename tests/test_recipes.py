@@ -94,7 +94,7 @@ RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "pipelines/torchvision_engine.py": [
             (
-                "    return image\n\n\ndef pil_decode",
+                "    return image\n",
                 "    if view.negative[row]:\n        image = F.invert(image)\n",
             )
         ],

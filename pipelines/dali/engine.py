@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ class DaliEngine:
 
     `draws` maps a step to its BatchDraws and raises StopIteration after the last step. run() calls it in the caller's
     thread, up to `prefetch` steps ahead. The graph has no other input and no state. `options` have no "auto", and the
-    view operator is loaded if it makes the views.
+    view operator is loaded if it makes the views. A plan without augmentations has no views: images are only decoded.
     """
 
     def __init__(
@@ -46,6 +45,7 @@ class DaliEngine:
     ):
         index, augmentations, stream = plan.index, plan.augmentations, None
         self._draws, self._step = draws, first_step
+        self._sizes = None if augmentations else index.sizes  # to be compared with the decoded images'
         self._lengths = None  # in bytes, of the index's files
 
         def indices(iteration: int) -> np.ndarray:
@@ -96,14 +96,22 @@ class DaliEngine:
         return [view.permute(0, 3, 1, 2) for view in views]
 
     def _images(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """Return the outputs that are images. Raises RuntimeError for files of another length than in the index."""
-        if not self._files:
-            return outputs
-        *outputs, lengths = outputs
-        if self._lengths is not None:
-            wanted = self._lengths[self._draws(self._step).indices]
-            if not np.array_equal(np.ravel(lengths.as_array()), wanted):
-                raise RuntimeError("files have another length than in the index")
+        """Return the outputs that are views. Raises RuntimeError for files of another length than in the index.
+
+        Without augmentations there are none, and RuntimeError is raised for images of another size than in the index.
+        """
+        if self._files:
+            *outputs, lengths = outputs
+            if self._lengths is not None:
+                wanted = self._lengths[self._draws(self._step).indices]
+                if not np.array_equal(np.ravel(lengths.as_array()), wanted):
+                    raise RuntimeError("files have another length than in the index")
+        if self._sizes is not None:
+            wanted = self._sizes[self._draws(self._step).indices].tolist()
+            for (height, width, _), (h, w) in zip(outputs[0].shape(), wanted):
+                if (height, width) != (h, w):
+                    raise RuntimeError(f"decodes to {width} x {height} pixels, but its header says {w} x {h}")
+            outputs = []
         self._step += 1
         return outputs
 
@@ -228,45 +236,6 @@ class PixelsInMemory:
 def side_stream(device_id: int) -> torch.cuda.Stream:
     """Return the stream, apart from training's, on which pixels are gathered and DALI's results are copied."""
     return torch.cuda.Stream(torch.device("cuda", device_id))
-
-
-class DaliDecoder:
-    """Decodes whole batches as training does; after a failure, image by image to find those that cannot be decoded.
-
-    `decoder(images)` gives, for each image, (height, width) as decoded, or the error. It takes up to `batch` images at
-    a time: all of them paths, in every call, or all contents.
-    """
-
-    def __init__(self, device: str = "cpu", device_id: int = 0, *, batch: int = 1, threads: int = 1):
-        self._device, self._device_id, self._batch, self._threads = device, device_id, batch, threads
-        self._encoded: TensorListCPU | None = None
-        self._pipeline = None
-
-    def __call__(self, images: Sequence[Path | bytes]) -> list[tuple[int, int] | Exception]:
-        try:
-            return self._sizes(images)
-        except RuntimeError as error:
-            self._pipeline = None  # a pipeline that failed once always fails
-            if len(images) == 1:
-                return [error]
-        alone = DaliDecoder(self._device, self._device_id)
-        return [outcome for image in images for outcome in alone([image])]
-
-    def _sizes(self, images: Sequence[Path | bytes]) -> list[tuple[int, int] | Exception]:
-        # Paths, whatever their characters, or contents.
-        encoded = (image if isinstance(image, bytes) else os.fsencode(image) for image in images)
-        self._encoded = tensor_list(np.frombuffer(each, np.uint8) for each in encoded)
-        if self._pipeline is None:
-            self._pipeline = graphs.decoded(
-                lambda: self._encoded,
-                stored="bytes" if isinstance(images[0], bytes) else "files",
-                batch_size=self._batch,
-                num_threads=self._threads,
-                prefetch_queue_depth=1,
-                **placement(self._device, self._device_id),
-            )
-        (pixels,) = self._pipeline.run()
-        return [(height, width) for height, width, _channels in pixels.shape()]
 
 
 def placement(device: str, device_id: int) -> dict[str, Any]:

@@ -45,9 +45,12 @@ def views(
 ):
     """One decode, then one view for each augmentation: nodes of (size, size, 3) float images.
 
-    Of "files" the last output is their lengths in bytes, (1,) int64.
+    Without augmentations, the images as they are decoded. Of "files" the last output is their lengths in bytes,
+    (1,) int64.
     """
     image, lengths = stored_images(images, decode, stored, images_stream, hw_decoder_share, upright)
+    if not augmentations:
+        return image if lengths is None else (image, lengths)
     names = [list(view_inputs(augmentation)) for augmentation in augmentations]
     nodes = iter(fn.external_source(arrays, num_outputs=sum(map(len, names))))
     made = tuple(
@@ -57,12 +60,6 @@ def views(
         for augmentation, of_view in zip(augmentations, names)
     )
     return made if lengths is None else (*made, lengths)
-
-
-@pipeline_def(exec_dynamic=True)
-def decoded(images: Callable, *, decode: str, stored: str):
-    """The images alone, decoded as for training: to find the file behind a failed step, and to check all files."""
-    return stored_images(images, decode, stored)[0]
 
 
 def one_view(image, augmentation: Augmentation | Center, view: SimpleNamespace, view_operator: bool = False):

@@ -257,16 +257,16 @@ LOST = "the device is lost"
         (LOST, True),
     ],
 )
-def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure, decoder_works):
+def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure, decoder_works, monkeypatch):
     """The decoder, which can meet the same failure, refuses every file by then."""
     plan = unlabeled(own)
     if failure != LOST:
         spoil(own.path(int(plan(0).indices[0])), "empty.jpg")
-    sizes = {own.path(i): tuple(own.sizes[i].tolist()) for i in range(len(own))}
-    engine = mock.Mock(run=mock.Mock(side_effect=RuntimeError(f"Error in MIXED operator\n{failure}")))
+    failed = mock.Mock(run=mock.Mock(side_effect=RuntimeError(f"Error in MIXED operator\n{failure}")))
+    alone = mock.Mock() if decoder_works else failed
+    monkeypatch.setattr("pipelines.verify.engine_of", lambda _: lambda *_, **__: alone)
     loader = opened(plan, bad_images=5)
-    loader._start = lambda *_, **__: engine
-    loader._decode = lambda images: [sizes[i] if decoder_works else RuntimeError(failure) for i in images]
+    loader._start = lambda *_, **__: failed
     with pytest.raises(RuntimeError, match=re.escape(failure)):
         loader(0)
     assert not loader.bad

@@ -1,6 +1,9 @@
 """The check over all files: good, odd and broken images through the real decoders, none of which ends it."""
 
+import itertools
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +13,11 @@ from pipelines import verify
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.in_memory import synthetic
+from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import load_index, save_index
+from pipelines.engines import engine_of
 from pipelines.verify import check
 from tests.support.pictures import cut_short, encoded, texture, unusable_files, write_image, write_kinds
-from tests.support.streams import needs_dali
 
 WIDTH, HEIGHT = 80, 60
 
@@ -36,11 +40,24 @@ def zoo() -> tuple[dict[str, bytes], dict[str, bytes]]:
         "plain.tif": encoded(image, "TIFF"),
         "one.jpg": encoded(image.resize((1, 1)), "JPEG"),
     }
-    return good, unusable_files(jpeg)
+    thumbnail = Image.Exif()
+    thumbnail[0x9286] = b"ends with \xff\xd9, as a thumbnail does"
+    cut = {"thumbnail.jpg": encoded(image, "JPEG", exif=thumbnail)[:-2]}
+    return good, unusable_files(jpeg) | cut
 
 
-def fake_decoder(monkeypatch, decode) -> None:
-    monkeypatch.setattr(verify, "_decoder", lambda *_: decode)
+def fake_engine(monkeypatch, run) -> None:
+    """Let `run(numbers of a batch)` decode."""
+
+    def start(plan, options, *, draws, first_step):
+        steps = itertools.count(first_step)
+        return SimpleNamespace(run=lambda: run(draws(next(steps)).indices.tolist()))
+
+    monkeypatch.setattr(verify, "engine_of", lambda options: start)
+
+
+def refuse(numbers) -> None:
+    raise RuntimeError("no memory on the device")
 
 
 def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_path, reader):
@@ -52,7 +69,8 @@ def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_pat
     checked = check(index, reader)
     reasons = {os.path.basename(path): reason for path, reason in checked.bad_files()}
     assert set(reasons) == set(bad)
-    assert reasons["half.jpg"] == reasons["unended.jpg"] == "a truncated JPEG: its end is missing"
+    for name in ("half.jpg", "unended.jpg", "thumbnail.jpg"):
+        assert reasons[name] == "a truncated JPEG: its end is missing"
     assert reasons["empty.jpg"] == "an empty file"
     assert "not an image" in reasons["noise.jpg"] and "not an image" in reasons["page.jpg"]
     assert "a GIF" in reasons["gif.JPEG"]
@@ -61,6 +79,7 @@ def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_pat
         assert size == ([0, 0] if name in bad else [1, 1] if name == "one.jpg" else [HEIGHT, WIDTH]), name
 
     (folder / "empty.jpg").write_bytes(good["plain.jpg"])
+    index = image_tree(folder)
     (folder / "one.jpg").unlink()
     checked = check(index, reader)
     reasons = {os.path.basename(path): reason for path, reason in checked.bad_files()}
@@ -71,48 +90,38 @@ def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_pat
 
 
 def test_check_blames_only_the_bad_files_among_many_batches(tmp_path, reader, monkeypatch):
+    """Single files are decoded only after their batch has failed, and an engine that has failed is not used again."""
     monkeypatch.setattr(verify, "_BATCH", 4)
-    monkeypatch.setattr(verify, "_BLOCK", 10)
     for i in range(23):
         path = write_image(tmp_path / f"{i:02d}.jpg", 60 + i, 50)
         if i in (0, 9, 10, 22):
             cut_short(path)
-    seen = []
+    seen, started = [], []
+
+    def counting(options):
+        return lambda plan, *rest, **more: (
+            started.append(plan.batch) or engine_of(options)(plan, *rest, **more)
+        )
+
+    monkeypatch.setattr(verify, "engine_of", counting)
     checked = check(image_tree(tmp_path), reader, progress=lambda *count: seen.append(count))
     assert checked.bad == dict.fromkeys([0, 9, 10, 22], "a truncated JPEG: its end is missing")
     sizes = [[0, 0] if i in checked.bad else [50, 60 + i] for i in range(23)]
-    assert checked.sizes.tolist() == sizes and seen == [(10, 23), (20, 23), (23, 23)]
+    assert checked.sizes.tolist() == sizes and seen == [(done, 23) for done in (4, 8, 12, 16, 20, 23)]
+    assert started == [4, 1, 1, 4, 1, 1, 1, 4, 1]
 
 
-@needs_dali
-def test_check_decodes_single_files_only_after_a_failed_batch(tmp_path, monkeypatch):
-    from pipelines.dali import graphs
-
-    built = []
-    build = graphs.decoded
-    monkeypatch.setattr(graphs, "decoded", lambda *a, **k: built.append(k["batch_size"]) or build(*a, **k))
-    monkeypatch.setattr(verify, "_BATCH", 4)
-    for i in range(12):
-        write_image(tmp_path / f"{i:02d}.jpg", 60, 50)
-    index = image_tree(tmp_path)
-    check(index, "dali")
-    assert built == [4]
-    cut_short(tmp_path / "05.jpg")
-    built.clear()
-    assert list(check(index, "dali").bad) == [5]
-    # A failure ends a pipeline: one more for the third batch, and one more for the files after the bad one.
-    assert built == [4, 1, 1, 4]
-
-
-def test_check_decodes_fewer_large_images_at_a_time():
-    megapixel = [1000, 1000]
-    sizes = np.array([[9000, 9000]] + [megapixel] * 40 + [[9000, 9000]] + [[10, 10]] * 33, np.int32)
-    batches = list(verify._batches(list(range(len(sizes))), sizes))
-    assert [i for batch in batches for i in batch] == list(range(len(sizes)))
-    assert [len(batch) for batch in batches] == [1, 32, 8, 1, 32, 1]
+def test_check_decodes_fewer_large_images_at_a_time(tmp_path, monkeypatch):
+    sizes = np.array([[9000, 9000], *[[1000, 1000]] * 40, [3000, 4000], *[[10, 10]] * 33], np.int32)
+    index = ImageIndex(tmp_path, [f"{i}.png" for i in range(75)], np.full(75, -1), (), sizes)
+    batches = []
+    fake_engine(monkeypatch, batches.append)
+    monkeypatch.setattr(verify, "_cut_off", lambda image: None)
+    assert check(index, "torchvision").bad == {}
+    assert sorted(i for batch in batches for i in batch) == list(range(75))
+    assert [len(batch) for batch in batches] == [1, 1, 32, 32, 9]
     for batch in batches:
         assert len(batch) == 1 or sizes[batch].prod(1).sum() <= verify._BATCH_PIXELS
-    assert list(verify._batches([], sizes)) == []
 
 
 @pytest.mark.slow
@@ -122,25 +131,20 @@ def test_check_refuses_too_many_pixels_without_decoding_them(tmp_path, monkeypat
     Image.new("1", (20000, 20000)).save(tmp_path / "bomb.png")
     write_image(tmp_path / "small.png", 20, 5)
     decoded = []
-    fake_decoder(monkeypatch, lambda paths: decoded.extend(paths) or [(5, 20)] * len(paths))
+    fake_engine(monkeypatch, decoded.extend)
     checked = check(image_tree(tmp_path), "torchvision")
-    assert decoded == [tmp_path / "small.png"]
+    assert decoded == [2]
     too_many = "more than 100 megapixels"
     assert checked.bad == {0: too_many, 1: f"11000 x 10000 pixels, {too_many}"}
 
 
-def test_check_doubts_a_lenient_decoder(tmp_path, monkeypatch):
-    """It can forgive a missing end, and decode to another size than the header's."""
-    thumbnail = Image.Exif()
-    thumbnail[0x9286] = b"ends with \xff\xd9, as a thumbnail does"
-    path = write_image(tmp_path / "a.jpg", exif=thumbnail)
-    path.write_bytes(path.read_bytes()[:-2])
-    write_image(tmp_path / "b.png")
-    fake_decoder(monkeypatch, lambda paths: [(6, 8)] * len(paths))
-    assert check(image_tree(tmp_path), "torchvision").bad == {0: "a truncated JPEG: its end is missing"}
-    fake_decoder(monkeypatch, lambda paths: [(8, 6)] * len(paths))
-    checked = check(image_tree(tmp_path), "torchvision")
-    assert checked.bad[1] == "decodes to 6 x 8 pixels, but its header says 8 x 6"
+def test_check_compares_decoded_sizes_with_those_of_the_headers(tmp_path, reader, monkeypatch):
+    for i in range(3):
+        write_image(tmp_path / f"{i}.png", 8 + i)
+    index = image_tree(tmp_path)
+    wrong = replace(index, sizes=np.array([[6, 8], [9, 6], [6, 10]], np.int32))
+    checked = check(wrong, reader)
+    assert checked.bad == {1: "is 9 x 6 now, in the index 6 x 9: make the index again"}
     assert checked.sizes[1].tolist() == [0, 0]
 
 
@@ -148,10 +152,10 @@ def test_check_blames_a_decoder_that_refuses_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "_BATCH", 3)
     for i in range(3):
         write_image(tmp_path / f"{i}.jpg", 60, 50)
-    fake_decoder(monkeypatch, lambda paths: [RuntimeError("no memory on the device")] * len(paths))
+    fake_engine(monkeypatch, refuse)
     for pixels in (verify._BATCH_PIXELS, 2 * 60 * 50):  # whole batches, and less
         monkeypatch.setattr(verify, "_BATCH_PIXELS", pixels)
-        said = r"refuses 3 files in a row that PIL reads.*no memory on the device"
+        said = r"refuses \d files in a row that PIL reads.*no memory on the device"
         with pytest.raises(DataError, match=said):
             check(image_tree(tmp_path), "torchvision")
     for i in range(3):
