@@ -35,6 +35,7 @@ from tests.support.runs import (
     CONFIGS,
     assert_equal_to_the_bit,
     final_state,
+    interrupted_at,
     metrics,
     small_config,
     tiny_config,
@@ -276,15 +277,13 @@ def train_without_network(folder: str) -> None:
 
     with socket.create_server(("127.0.0.1", 0)):
         assert network_sockets(), "this test would not notice one"
-    read = PairedStream.__call__
 
-    def reading(stream, step, supervised=True):
+    def require_none() -> None:
         assert network_sockets() == set()
-        return read(stream, step, supervised)
 
-    PairedStream.__call__ = reading
     sys.addaudithook(refuse)  # for the rest of the process
-    train(tiny_config(Path(folder), *FEW))
+    with interrupted_at(PairedStream, 2, require_none):  # the last step
+        train(tiny_config(Path(folder), *FEW))
 
 
 def test_run_frees_the_images_that_it_has_read_ahead(tmp_path):
@@ -310,20 +309,18 @@ def test_second_process_in_the_folder_of_a_run_is_refused(tmp_path):
         train(config)
 
 
-def test_run_whose_folder_was_replaced_ends_at_its_next_save(tmp_path, monkeypatch):
+def test_run_whose_folder_was_replaced_ends_at_its_next_save(tmp_path):
     """It writes nothing more there, where another run has made the folder again."""
-    config, read = tiny_config(tmp_path), PairedStream.__call__
+    config = tiny_config(tmp_path)
     folder = config.run_folder
 
-    def reading(stream, step, supervised=True):
-        if step == 4:
-            shutil.rmtree(folder)
-            folder.mkdir()
-            (folder / ".running").touch()
-        return read(stream, step, supervised)
+    def replace() -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / ".running").touch()
 
-    monkeypatch.setattr(PairedStream, "__call__", reading)
-    with pytest.raises(CheckpointError, match="removed, moved, replaced or unmounted while the run used it"):
+    gone = pytest.raises(CheckpointError, match="removed, moved, replaced or unmounted while the run used it")
+    with interrupted_at(PairedStream, 4, replace), gone:
         train(config)
     assert [path.name for path in folder.glob("*")] == [".running"]
 
