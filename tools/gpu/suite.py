@@ -3,13 +3,14 @@
     python tools/gpu/suite.py --minutes M [--device cpu|cuda] [--output PREFIX] [--small] [--only PART ...]
 
 Each part is a process with its own time limit; one that fails, hangs or kills its process does not affect the others.
-PREFIX.json holds everything that was found, PREFIX.md a section for BENCHMARKS.md. Both are written again after every
-part, so that a machine that is taken away leaves what was done. `--device cpu --small` rehearses all of it.
+PREFIX.md gets what each part printed when it has ended: a section for BENCHMARKS.md. A part writes its figures to
+PREFIX_PART.json, and `profile` its traces beside it. So a machine that is taken away leaves what was done.
+`--device cpu --small` rehearses all of it.
 
 The suite needs no network. It needs the packages of pyproject.toml and pytest; those that the machine lacks, such as
 DALI and all that it imports (six too), pydantic, pydantic-core, annotated-types and typing-inspection, can lie in a
-folder of PYTHONPATH; `fastsuncet doctor` says what is missing. If DALI cannot read images on the device, torchvision
-does, and the report says so. The view operator needs a compiler and DALI's headers, or is built elsewhere with the
+folder of PYTHONPATH; `fastsuncet doctor` says what is missing. Without DALI torchvision reads the images, and the
+report says so. The view operator needs a compiler and DALI's headers, or is built elsewhere with the
 same DALI: python -m pipelines.dali.view_operator --prebuilt.
 
 Where a machine is lent for minutes: --minutes 4 --only imagenet profile feed; then --only tests lars losses; then
@@ -21,7 +22,6 @@ else 1.
 """
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -29,36 +29,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.tuning.processes import last_error, limited, run_while
 from pipelines.cuda_compiler import driver_version
-from tools.bench.harness import Report, lines_of, markdown
-from tools.gpu.workloads import CIFAR, IMAGENET, NO_DALI, generate_images, overrides
+from tools.bench.harness import environment
+from tools.gpu.workloads import CIFAR, IMAGENET, generate_images, overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 RESERVE = 10.0  # seconds kept for writing the report
-TAIL = 20_000  # characters of a part's output that are kept
+TAIL = 40_000  # characters of a part's output that are kept
 
 # -v names each test as it runs, so that one which kills the process is known. Without the project's addopts: they are
 # strict, and an option of pytest-timeout is an error where that is not installed.
 PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=90")
-
-
-CARDS = """
-import torch
-torch.cuda.init()
-cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-names = [f"{card.name} {card.total_memory >> 20} MiB" for card in cards]
-print("; ".join(names))
-"""
 
 
 def cards() -> str:
@@ -66,7 +56,11 @@ def cards() -> str:
 
     Asks another process: CUDA in this one would keep memory on the GPU.
     """
-    asked = subprocess.run([sys.executable, "-c", CARDS], capture_output=True, text=True, cwd=ROOT)
+    code = (
+        "from torch import cuda; cuda.init(); "
+        "print(cuda.device_count(), 'x', cuda.get_device_name(), cuda.mem_get_info()[1] >> 20, 'MiB')"
+    )
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     if asked.returncode:
         raise RuntimeError(last_error(asked.stderr))
     return f"{asked.stdout.strip()}; driver for CUDA {driver_version()}"
@@ -74,16 +68,17 @@ def cards() -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """The device, the size, the folder of generated images, and how long the part can take."""
+    """The device, the size, the folder of generated images, the JSON file and the minutes of a part."""
 
     device: str
     small: bool
     folder: Path
+    found: Path
     minutes: float = 8
 
     def tool(self, *command: str) -> list[str]:
-        """Return the command of a tool, with its device and its size."""
-        return [*command, "--device", self.device, *["--quick"] * self.small]
+        """Return the command of a tool, with its device, its size and its JSON file."""
+        return [*command, "--device", self.device, *["--quick"] * self.small, "--json", str(self.found)]
 
     def overrides(self, settings: tuple[str, str]) -> list[str]:
         """Return the changes of a config for this device and this size."""
@@ -92,13 +87,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Part:
-    """A process to start: its command, behind "python", is made from the options; --json FILE is appended."""
+    """A process to start: its command, behind "python", is made from the options."""
 
     name: str
     limit: float  # minutes
     what: str
     command: Callable[[Options], list[str]]
-    reports: bool = True  # whether it takes --json
 
 
 def gpu_tests(options: Options) -> list[str]:
@@ -139,7 +133,6 @@ def tune(options: Options) -> list[str]:
 # What a run has, without the trials that find it, and what is likely faster.
 AS_A_RUN, FAST = "model.fused_batchnorm=true", ("meta.cuda_graph=true", "meta.deterministic=false")
 PARTS = (
-    Part("pixels", 1, "DALI on this device", workload("pixels")),
     Part(
         "imagenet",
         2.5,
@@ -148,105 +141,83 @@ PARTS = (
     ),
     Part("profile", 2, "where the time of a step goes, fixed and end to end", workload("profile")),
     Part("feed", 2, "the loader alone", workload("feed")),
-    Part("tests", 3.5, "the tests that need a GPU", gpu_tests, reports=False),
+    Part("tests", 3.5, "the tests that need a GPU", gpu_tests),
     Part("resume", 2, "a continued run against a whole one, to the bit", workload("resume")),
-    Part("ladder", 8, "what makes a run faster: fastsuncet tune", tune, reports=False),
+    Part("ladder", 8, "what makes a run faster: fastsuncet tune", tune),
     Part("cifar", 1.5, "ResNet-50 with the CIFAR stem at 32 pixels", step("digits_demo", CIFAR)),
     Part("lars", 1, "a LARS step", bench("lars", "--rounds", "9")),
     Part("losses", 1, "SuNCEt, NT-Xent and PAWS", bench("contrast", "--rows", "1024", "8192")),
 )
-PIXELS, *CHOSEN = PARTS  # every report begins with the first
 
 
-def run_part(part: Part, command: Sequence[str], seconds: float, found: Path) -> dict[str, Any]:
-    """Run a part for at most `seconds`; return its status, its time, what it found, and its output if it failed.
-
-    `found`: the file that it writes.
-    """
-    started = time.perf_counter()
-    words = [sys.executable, *command, *(["--json", str(found)] if part.reports else [])]
+def run_part(command: Sequence[str], seconds: float) -> tuple[str, str]:
+    """Run "python command" for at most `seconds`; return "done" or how it ended instead, and what it printed."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         # A part that outlived a suite that was killed would compute on the GPU beside the next one.
         end = partial(end_with_parent, signal.SIGKILL)
+        # -u: what a part has printed is there when it is killed.
+        words = [sys.executable, "-u", *command]
         code = run_while(words, output, limited(seconds), cwd=ROOT, preexec_fn=end)
         output.seek(0)
-        text = output.read()
-    status = "out of time" if code is None else "done" if code == 0 else f"failed ({code})"
-    seconds = round(time.perf_counter() - started, 1)
-    record: dict[str, Any] = {"status": status, "seconds": seconds}
-    if found.exists():
-        record["found"] = json.loads(found.read_text(encoding="utf-8"))
-    if status != "done" or not part.reports:
-        record["output"] = text[-TAIL:]
-    return record
+        text = output.read()[-TAIL:]
+    return "out of time" if code is None else "done" if code == 0 else f"failed ({code})", text
 
 
-def section(report: Mapping[str, Any]) -> str:
-    """Return the report as a section for BENCHMARKS.md."""
-    where = report["environment"]
+def heading(card: str) -> str:
+    """Return the first lines of the report: the machine, the versions and the command."""
+    where = environment()
     # A published command does not show where this machine keeps files.
     command = re.sub(r"\S*/tools/", "tools/", re.sub(r" --output(=| )\S+", "", where["command"]))
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
-    lines = [
-        f"## {where['date'][:10]}, {report['card']}",
-        "",
+    return (
+        f"## {where['date'][:10]}, {card}\n\n"
         f"{where['cpu']}, {where['cores']} cores, load {where['load']:.1f} at the start. Commit "
-        f"`{where['commit'] or 'unknown'}`, {versions}. `{command}`",
-        "",
-        "Medians; in brackets the lowest and highest of the rounds. Ratios are taken round by round.",
-        "",
-        *markdown(
-            ["part", "", "seconds"],
-            [(f"{p['name']}: {p['what']}", p["status"], f"{p['seconds']:g}") for p in report["parts"]],
-        ),
-        "",
-    ]
-    for part in report["parts"]:
-        found, output = part.get("found", {}), part.get("output", "")
-        lines += [f"### {part['name']}: {part['what']}", "", *lines_of(found), ""]
-        if output:
-            lines += ["```", *output.strip().splitlines()[-16:], "```", ""]
-    return "\n".join(lines)
+        f"`{where['commit'] or 'unknown'}`, {versions}. `{command}`\n\n"
+        "Medians; in brackets the lowest and highest of the rounds. Ratios are taken round by round.\n\n"
+    )
 
 
 def suite(
     parts: Sequence[Part], minutes: float, device: str, small: bool, output: Path, card: str
-) -> list[dict[str, Any]]:
-    """Run `parts` in order until the time is used up; write the report after each, and return their records.
+) -> list[str]:
+    """Run `parts` in order until the time is used up; return how each ended, and add each to the report at once.
 
     `card` names the machine in the report.
     """
     end = time.perf_counter() + 60 * minutes - RESERVE
-    report = Report("gpu_suite", Path(f"{output}.json"), card=card)
-    records: list[dict[str, Any]] = []
+    path, statuses = Path(f"{output}.md"), []
+    path.write_text(heading(card), encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        generate_images(folder, small)
+        generate_images(Path(scratch), small)
         for part in parts:
-            left, found = end - time.perf_counter(), folder / f"{part.name}.json"
+            began = time.perf_counter()
+            left, command, text = end - began, [], ""
             # The limits are for a GPU machine; a rehearsal shares a CPU with other work.
             seconds = min(left, 60 * part.limit * (3 if small else 1))
             if left < 5:
-                record = {"status": "left out: no time", "seconds": 0.0}
+                status = "left out: no time"
             else:
-                command = part.command(Options(device, small, folder, seconds / 60))
-                record = run_part(part, command, seconds, found)
-                if part is PIXELS and record["status"] != "done":
-                    (folder / NO_DALI).touch()
-            records.append({"name": part.name, "what": part.what, **record})
-            print(f"{record['status']:<18}{record['seconds']:>7.1f} s  {part.name}: {part.what}", flush=True)
-            report.save(parts=records)
-            Path(f"{output}.md").write_text(section(report.content) + "\n", encoding="utf-8")
-    return records
+                found = Path(f"{output}_{part.name}.json").absolute()
+                command = part.command(Options(device, small, Path(scratch), found, seconds / 60))
+                status, text = run_part(command, seconds)
+            # Only tools, which take --json, print Markdown.
+            if text and not (status == "done" and "--json" in command):
+                text = f"~~~\n{text.rstrip()}\n~~~\n"
+            took = time.perf_counter() - began
+            with path.open("a", encoding="utf-8") as report:
+                report.write(f"### {part.name}: {part.what}\n\n{status}, {took:.1f} s\n\n{text}\n")
+            print(f"{status:<18}{took:>7.1f} s  {part.name}: {part.what}", flush=True)
+            statuses.append(status)
+    return statuses
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the suite; return 1 if a part failed or ran out of its time."""
-    names = [part.name for part in CHOSEN]
+    names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--output", type=Path, default=Path("gpu_suite"), help="PREFIX of .json and .md")
+    parser.add_argument("--output", type=Path, default=Path("gpu_suite"), help="PREFIX of .md and _PART.json")
     parser.add_argument("--small", action="store_true", help="small networks and pictures: a rehearsal")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=names, help=", ".join(names))
     options = parser.parse_args(arguments)
@@ -262,11 +233,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     rehearsal = f"a rehearsal on a {options.device.upper()}: none of its figures is a measurement"
     card = rehearsal if options.small or not named else named
-    parts = [PIXELS, *(part for part in CHOSEN if options.only is None or part.name in options.only)]
-    records = suite(parts, options.minutes, options.device, options.small, options.output, card)
-    print(f"wrote {options.output}.json and {options.output}.md")
-    started = [record for record in records if not record["status"].startswith("left out")]
-    return 0 if all(record["status"] == "done" for record in started) else 1
+    parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    statuses = suite(parts, options.minutes, options.device, options.small, options.output, card)
+    print(f"wrote {options.output}.md")
+    return 0 if all(status == "done" or status.startswith("left out") for status in statuses) else 1
 
 
 if __name__ == "__main__":

@@ -1,25 +1,18 @@
 """The parts of the GPU suite that no other tool has: python -m tools.gpu.workloads PART --json FILE --folder F ...
 
-    pixels    DALI reads a batch on the device
     resume    a run that is continued from a checkpoint ends as the whole run does, to the bit
     feed      how fast the loader alone is, by operator, JPEG engine and threads
-    profile   where the time of our step goes, on a fixed batch and end to end
+    profile   our step under torch's profiler, on a fixed batch and end to end
 
 The images are generated: a bare machine has no data sets. The exit code is 1 if results are wrong.
 """
 
-import json
-import math
 import shutil
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from itertools import cycle, pairwise, product, repeat
-from operator import itemgetter
+from itertools import cycle, product, repeat
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -47,7 +40,6 @@ from tools.bench.step import END_TO_END, FIXED
 from tools.bench.step_bench import StepBench
 from tools.same_runs import assert_equal_to_the_bit, final_state
 
-NO_DALI = "no_dali"  # a file beside the images, where DALI cannot read them
 # Settings of a config, and the further ones of a rehearsal. The paper's step on generated pictures, 512 views a GPU:
 IMAGENET = (
     "data.split.file=null criterion.unsupervised_batch_size=176 criterion.supervised_imgs_per_class=8 "
@@ -75,14 +67,9 @@ PICTURES = (
 )
 
 
-def backend(folder: Path) -> str:
-    """Return the override that reads images by DALI, or by torchvision where the part `pixels` failed."""
-    return f"data.backend={'torchvision' if (folder / NO_DALI).exists() else 'dali'}"
-
-
 def overrides(settings: tuple[str, str], folder: Path, device: str, small: bool) -> list[str]:
     """Return the changes of configs/in1k_10pct.yaml (IMAGENET) or configs/digits_demo.yaml (the others)."""
-    words = [backend(folder), f"meta.device={device}", f"logging.folder={folder}/runs", f"data.root={folder}"]
+    words = [f"meta.device={device}", f"logging.folder={folder}/runs", f"data.root={folder}"]
     return [*words, *f"{PICTURES} {settings[0]} {settings[1] if small else ''}".split()]
 
 
@@ -100,23 +87,6 @@ def write_picture(path: Path, number: int, height: int, width: int) -> None:
     """Write a JPEG with roughly the detail of a photograph."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(texture(number, height, width)).save(path, quality=92)
-
-
-def pixels(report: Report, folder: Path, device: str, small: bool) -> int:
-    """Read the first batch of the ImageNet step. The other parts use torchvision where this fails."""
-    config = load_config("in1k_10pct", overrides(IMAGENET, folder, device, small))
-    with join(config.meta.device) as place:
-        bench, stream = StepBench.open(config, place)
-        stream.close()
-    batch = bench.batch
-    points = [
-        {"name": f"{len(view)} images", "mean": float(view.float().mean()), "std": float(view.float().std())}
-        for view in (*batch.views, batch.labeled)
-    ]
-    columns = [("", "name", str), ("mean", "mean", "{:.3f}".format), ("deviation", "std", "{:.3f}".format)]
-    # Normalized pixels of pictures, or of noise.
-    wrong = [f"{p['name']} are no pixels" for p in points if not (abs(p["mean"]) < 2 and 0.1 < p["std"] < 4)]
-    return report.finish([harness.table("the views of a step", points, columns)], wrong=wrong, points=points)
 
 
 def open_feed(folder: Path, device: str, batch: int, **options: Any) -> Loader:
@@ -202,182 +172,58 @@ def resume(report: Report, folder: Path, device: str, small: bool) -> int:
     return report.finish([table], wrong=wrong, points=points)
 
 
-WAYS = (FIXED, END_TO_END)  # the columns of the part `profile`
 CLOCKS = {
-    "cuda": "ms a step without the profiler, CUDA events",
+    "cuda": "ms a step, CUDA events",
     "cpu": "CPU ms a step, all threads of the process",
     "thread": "CPU ms a step, the thread that starts it",
 }
 
 
 def profile(report: Report, folder: Path, device: str, small: bool) -> int:
-    """Record where the time of our step goes, on a fixed batch and end to end. CUDA traces DALI's streams too."""
+    """Time our step and record it, on a fixed batch and end to end. CUDA records DALI's streams too.
+
+    Each way leaves a chrome trace beside the report: its gaps are the card's idle time.
+    """
     config = load_config(
         "in1k_10pct", [*overrides(IMAGENET, folder, device, small), "model.fused_batchnorm=true"]
     )
-    # Batches that were prepared while the profiler started are used up before the steps that count.
-    steps, edge = 2 if small else 10, config.data.prefetch + 1
+    # Batches that were prepared while the profiler started are used up by its first steps. A trace has few steps more:
+    # its file has to be small enough to be copied from a lent machine.
+    steps, ahead = 2 if small else 5, config.data.prefetch + 1
     # The CPU's operators are left out on a GPU: to record them slows the host down.
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    trace, found = folder / "trace.json", {}
+    beside, points = report.path or folder / "profile.json", []
     with join(config.meta.device) as place:
         bench, stream = StepBench.open(config, place)
-        calls = (bench.ours(lambda _: bench.batch), bench.ours(stream))
-        for way, call in zip(WAYS, calls):
-            for _ in range(WARMUP + 1 + edge):
+        calls = {FIXED: bench.ours(lambda _: bench.batch), END_TO_END: bench.ours(stream)}
+        for way, call in calls.items():
+            for _ in range(WARMUP + 1 + ahead):
                 call()
             clocks = {
-                CLOCKS[clock]: 1e3 * harness.seconds_of(call, clock, steps)
+                clock: 1e3 * harness.seconds_of(call, clock, 2 * steps)
                 for clock in dict.fromkeys((device, "cpu", "thread"))
             }
+            points.append({"name": way, **clocks})
+            report.save(points=points)  # the next one can end the process
             with torch.profiler.profile(activities=[activity]) as recorded:
-                for _ in range(edge + steps + edge):
+                for _ in range(ahead + steps):
                     call()
                 if device == "cuda":
                     torch.cuda.synchronize()
+            trace = beside.with_name(f"{beside.stem}_{way.replace(' ', '_')}.json.gz")
             recorded.export_chrome_trace(str(trace))
-            events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-            found[way] = where_time_goes(events, steps, edge)
-            found[way]["figures"] = clocks | found[way]["figures"]
-            report.save(points=found)  # the next one can end the process
+            rows = recorded.key_averages().table(
+                sort_by=f"self_{activity.name.lower()}_time_total", row_limit=25, max_name_column_width=100
+            )
+            print(f"{way}, {ahead + steps} steps, {trace.name}:\n\n```\n{rows}\n```\n", flush=True)
         stream.close()
-    return report.finish(profile_tables(found), notes=[f"{steps} steps", *bench.notes], points=found)
+    columns = [("", "name", str), *((head, clock, "{:,.4g}".format) for clock, head in CLOCKS.items())]
+    table = harness.table(f"{2 * steps} steps without the profiler", points, columns)
+    note = f"{END_TO_END}, the first {ahead} recorded steps have batches that were prepared before"
+    return report.finish([table], notes=[note, *bench.notes], points=points)
 
 
-Tally = dict[str, list[float]]  # name -> how often, ms and MB a step
-LAYOUTS = ("nchwtonhwc", "nhwctonchw", "transpose")
-
-
-def where_time_goes(events: Sequence[Mapping[str, Any]], steps: int, edge: int) -> dict[str, dict]:
-    """Return what the events of a chrome trace say about `steps` steps, with `edge` more before and after them.
-
-    "figures": {name: number}. "work" of the GPU, "calls" of CUDA and "kernels": a Tally each. All are empty without
-    kernels. Training's stream is the one with the most kernel time, and all of its steps have as many kernels.
-    """
-    kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=start_of)
-    if not kernels:
-        return {"figures": {}, "work": {}, "calls": {}, "kernels": {}}
-    streams: Counter[int] = Counter()
-    for kernel in kernels:
-        streams[kernel["args"]["stream"]] += kernel["dur"]
-    ((training, _),) = streams.most_common(1)
-    own = [kernel for kernel in kernels if kernel["args"]["stream"] == training]
-    each = len(own) / (edge + steps + edge)
-    starts = [start_of(own[round(each * step)]) for step in range(edge, edge + steps + 1)]
-    begin, end = starts[0], starts[-1]
-
-    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    launches = {call["args"].get("correlation"): call for call in calls}
-    launched = [launches.get(kernel["args"].get("correlation")) for kernel in own]
-    threads = {launch["tid"] for launch in launched if launch}
-    # Between two kernels the stream first waits for the launch of the second, then for other streams or the GPU.
-    free, late, queued, leads = begin, 0.0, 0.0, []
-    for kernel, launch in zip(own, launched):
-        start = start_of(kernel)
-        if not begin <= start <= end:
-            continue
-        ready = start if launch is None else min(start, end_of(launch))
-        late += max(0.0, ready - free)
-        queued += max(0.0, start - max(ready, free))
-        free = max(free, end_of(kernel))
-        leads += [start - start_of(launch)] if launch else []
-
-    def within(chosen: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        return [e for e in chosen if begin <= start_of(e) < end]
-
-    def tally(chosen: Iterable[Mapping[str, Any]], name_of: Callable[[Mapping[str, Any]], str]) -> Tally:
-        sums: Tally = {}
-        for e in within(chosen):
-            total = sums.setdefault(name_of(e), [0, 0, 0])
-            for i, value in enumerate((1, e["dur"] / 1e3, e["args"].get("bytes", 0) / 1e6)):
-                total[i] += value / steps
-        return sums
-
-    def stream_of(kernel: Mapping[str, Any]) -> str:
-        number = kernel["args"]["stream"]
-        return f"kernels of {'training' if number == training else f'stream {number}'}"
-
-    def idle(chosen: Iterable[Mapping[str, Any]]) -> float:
-        return 100 * (1 - covered(within(chosen), end) / (end - begin))
-
-    lengths = [(after - before) / 1e3 for before, after in pairwise(starts)]
-    return {
-        "figures": {
-            "ms a step, median": median(lengths),
-            "ms a step, longest": max(lengths),
-            "% of the time without a kernel": idle(kernels),
-            "% of the time without a kernel of training": idle(own),
-            "ms a step that training's stream waits for the host's launch": late / steps / 1e3,
-            "ms a step that a launched kernel of training waits on an idle stream": queued / steps / 1e3,
-            "ms from a launch to its kernel, median": median(leads) / 1e3 if leads else 0.0,
-        },
-        "work": tally(kernels, stream_of)
-        | tally((e for e in events if e.get("cat") in ("gpu_memcpy", "gpu_memset")), itemgetter("name"))
-        | tally(
-            (e for e in kernels if any(word in e["name"].lower() for word in LAYOUTS)),
-            lambda _: "layout conversions, among the kernels",
-        ),
-        "calls": tally(
-            calls, lambda e: f"{e['name']}, {'training' if e['tid'] in threads else 'other'} threads"
-        ),
-        "kernels": tally(kernels, itemgetter("name")),
-    }
-
-
-def start_of(event: Mapping[str, Any]) -> float:
-    return event["ts"]
-
-
-def end_of(event: Mapping[str, Any]) -> float:
-    return event["ts"] + event["dur"]
-
-
-def covered(events: Iterable[Mapping[str, Any]], end: float) -> float:
-    """Return the microseconds up to `end` in which at least one of the events, ordered by their start, runs."""
-    total, free = 0.0, -math.inf
-    for event in events:
-        total += max(0.0, min(end, end_of(event)) - max(free, start_of(event)))
-        free = max(free, end_of(event))
-    return total
-
-
-def profile_tables(found: Mapping[str, Mapping[str, dict]]) -> list[dict[str, Any]]:
-    """Return the tables on what `where_time_goes` returns for both of WAYS; none without rows."""
-
-    def ms(group: str, way: str, name: str) -> float:
-        return found[way][group].get(name, (0, 0, 0))[1]
-
-    def longest(group: str) -> Callable[[str], float]:
-        return lambda name: -max(ms(group, way, name) for way in WAYS)
-
-    def difference(name: str) -> float:
-        return -abs(ms("kernels", FIXED, name) - ms("kernels", END_TO_END, name))
-
-    def cell(total: Sequence[float]) -> str:
-        times, milliseconds, megabytes = total
-        return f"{milliseconds:.3f} ms, {times:,.1f} x" + (f", {megabytes:,.1f} MB" if megabytes else "")
-
-    def table(
-        title: str, group: str, order: Callable | None, form: Callable, most: int | None = None
-    ) -> dict:
-        names = dict.fromkeys(name for way in WAYS for name in found[way][group])
-        chosen = (sorted(names, key=order) if order else list(names))[:most]
-        points = [{"name": name, **{way: found[way][group].get(name) for way in WAYS}} for name in chosen]
-        # The names of some kernels fill a screen.
-        columns = [("", "name", lambda name: name[:100]), *((way, way, form) for way in WAYS)]
-        return harness.table(title, points, columns)
-
-    tables = [
-        table("where the time goes", "figures", None, "{:,.4g}".format),
-        table("the GPU's work, a step", "work", longest("work"), cell),
-        table("CUDA calls, a step", "calls", longest("calls"), cell),
-        table("the kernels that differ most, a step", "kernels", difference, cell, 10),
-        table("the kernels that take longest, a step", "kernels", longest("kernels"), cell, 15),
-    ]
-    return [each for each in tables if each["rows"]]
-
-
-PARTS = {part.__name__: part for part in (pixels, feed, resume, profile)}
+PARTS = {part.__name__: part for part in (feed, resume, profile)}
 
 
 def main(arguments: list[str] | None = None) -> int:
