@@ -6,7 +6,7 @@ trained by SGD with Nesterov momentum on random crops and flips. The settings ar
 section finetune.
 
 With finetune.head=linear, the default, the classifier starts as the linear fit on the frozen
-features, the learning rate is bounded by their scale and the gradient's norm by 1, and the result is
+features, the learning rate is bounded by their scale, the gradient's norm by 1, and the result is
 the mean of the first and the last weights: few labels then do not undo the pre-training. There are
 at least 300 updates, with batches of at most all labels. The accuracies of the frozen encoder are
 printed beside the new one. finetune.head=zero is the paper's: the configs of the paper have it.
