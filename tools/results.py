@@ -189,14 +189,10 @@ def absolute(found: Studies, names: Sequence[str] = tuple(NAMES.values())) -> st
 
 
 def differences(found: Studies) -> str:
-    """Return the table of the paired differences of PAIRS, of all seeds."""
+    """Return the table of the paired differences of PAIRS, of all seeds that both have."""
     rows = []
     for ours, base in PAIRS:
-        row = []
-        for study in found.values():
-            less, more = study.shares(base), study.shares(ours)
-            complete = base not in ALONE.values() or less.keys() >= more.keys()
-            row.append(gain(less, more) if complete else "")
+        row = [gain(study.shares(base), study.shares(ours)) for study in found.values()]
         if any(row):
             rows.append([f"{ours}, less {base}", *row])
     return table([DIFFERENCE, *(EVALUATIONS[kind] for kind in found)], rows)
