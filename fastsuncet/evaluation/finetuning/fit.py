@@ -209,7 +209,6 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         # Averaged with the last weights (`after_step`). None: the last weights stay.
         self.start = None if frozen is None else [x.clone() for x in self.averaged()]
         self.stale = frozen is not None and frozen.stale
-        self.clip = math.inf if frozen is None else CLIP
         # The features' scale decides the bound, so a resume must not measure it anew: the optimizer's state keeps it.
         scale = 1.0 if frozen is None else min(1.0, STABLE / (frozen.square * lr))
         # Fused: one launch for all weights, and fp16's scaler need not ask the device whether to step.
@@ -238,8 +237,17 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
 
     def train_step(self, batch: Iterator[tuple[Tensor, Tensor]], lr: float) -> Tensor:
         passes = self.config.finetune.accumulate
-        how = (self.network, self.optimizer, self.scaler, self.autocast, self.loss)
-        return finetune_step(*how, batch, passes, lr, self.clip)
+        return finetune_step(
+            self.network,
+            self.optimizer,
+            self.scaler,
+            self.autocast,
+            self.loss,
+            batch,
+            passes,
+            lr,
+            clip=math.inf if self.start is None else CLIP,
+        )
 
     def averaged(self) -> list[Tensor]:
         """Return the weights and the BatchNorm statistics of the network."""
