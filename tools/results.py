@@ -16,7 +16,7 @@ import csv
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from math import exp, log
 from pathlib import Path
@@ -188,12 +188,12 @@ def absolute(found: Studies, names: Sequence[str] = tuple(NAMES.values())) -> st
     return table(["last checkpoint: top-1, %", *(EVALUATIONS[kind] for kind in found)], rows)
 
 
-def differences(found: Studies) -> str:
-    """Return the table of the paired differences of PAIRS, of all seeds that both have."""
+def differences(found: Studies, names: Collection[str] = NAMES.values()) -> str:
+    """Return the table of the paired differences of PAIRS among `names`, of all seeds that both have."""
     rows = []
     for ours, base in PAIRS:
         row = [gain(study.shares(base), study.shares(ours)) for study in found.values()]
-        if any(row):
+        if any(row) and {ours, base} <= {*names}:
             rows.append([f"{ours}, less {base}", *row])
     return table([DIFFERENCE, *(EVALUATIONS[kind] for kind in found)], rows)
 
@@ -383,7 +383,8 @@ def show_few_labels(path: Path) -> list[str]:
     measures = (points.ALL_KINDS, *([kind] for kind in kinds))
     tables, controls, added, costs = [], [], [], []
     for labels, found in runs.items():
-        tables.append(f"{labels} labels:\n\n{absolute(found, trained)}")
+        names = (points.UNTRAINED, *trained)
+        tables += [f"{labels} labels:\n\n{absolute(found, names)}", differences(found, names)]
         for name in ALONE.values():
             tops = [points.best(found, name, each) for each in measures]
             controls.append([f"{labels} labels", name, *map(with_seeds, tops)])
