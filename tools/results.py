@@ -25,9 +25,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` can be imported
 
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
 from fastsuncet.commands.report.compute_saved import cell, percent
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, Seeds
-from fastsuncet.commands.report.figures import COLORS, DASHES, MARKERS
+from fastsuncet.commands.report.figures import STYLE, draw_groups, write
 from fastsuncet.commands.report.tables import markdown
 from tools import points
 from tools.points import ALONE, BASELINE, CROSS_ENTROPY, HELD_OUT_SEED, METHOD, NAMES, Studies, Study
@@ -507,14 +510,10 @@ def show_suggestions(path: Path) -> list[str]:
 
 
 def draw(path: Path, picture: Path) -> None:
-    """Draw accuracy against FLOPs: the mean of each method, its 95 % t interval, and each seed as a thin line.
+    """Draw accuracy against FLOPs as `fastsuncet report` does, and the labels alone at their best checkpoints.
 
     An evaluation of several checkpoints has a plot of its own, each number of labels a row of them; none, no figure.
-    The labels alone, which cost a fraction of the others, are a horizontal line at their best checkpoints.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.transforms import ScaledTranslation
-
     every = points.read(path, range(HELD_OUT_SEED))
     shown = {
         f"{count} labels, {EVALUATIONS[kind]}" if count else EVALUATIONS[kind]: found[kind]
@@ -524,39 +523,20 @@ def draw(path: Path, picture: Path) -> None:
     }
     if not shown:
         return
-    title, labels, _ = EXPERIMENTS[path.parent.name]
     rows, columns = len(every), len(shown) // len(every)
-    width, legend, across = (6.4, 0.9, 1) if columns == 1 else (9, 0.3, 3)
-    figure = Figure(figsize=(width, 4.3 * rows + legend), layout="constrained")
-    seeds = len(next(iter(shown.values())).curves(BASELINE))
-    figure.suptitle(f"{title}, {labels}, paired seeds: {seeds}", size=11)
-    for axes, (heading, study) in zip(figure.subplots(rows, columns, squeeze=False).flat, shown.items()):
-        names = [name for name in study.groups if name != points.UNTRAINED and name not in ALONE.values()]
-        for i, (name, color, marker, dashes) in enumerate(zip(names, COLORS, MARKERS, DASHES)):
-            checkpoints = study.groups[name].common("top1")
-            x = [p.costs["petaflops"] * 1e3 for p in checkpoints]
-            tops = [[100 * top for top in p.metrics["top1"]] for p in checkpoints]  # of each seed
-            axes.plot(x, tops, color=color, lw=0.6, alpha=0.45)
-            means = [mean(of_seeds) for of_seeds in tops]
-            halves = [points.interval(of_seeds)[1] if len(of_seeds) > 1 else 0.0 for of_seeds in tops]
-            # Moved by two points, so that no interval hides another.
-            aside = axes.transData + ScaledTranslation(2 * i / 72, 0, figure.dpi_scale_trans)
-            style = {"capsize": 3, "lw": 1.8, "color": color, "marker": marker, "ls": dashes}
-            axes.errorbar(x, means, yerr=halves, label=name, transform=aside, **style)
-            for sign in (-1, 1):  # the limits of the axes follow only what is drawn in its own place
-                axes.update_datalim([(c, m + sign * half) for c, m, half in zip(x, means, halves)])
-        for name, dashes in zip(ALONE.values(), ("--", ":")):
-            if name in study.groups:
-                top = 100 * mean(points.best(Studies(here=study), name, ["here"]).values())
-                axes.axhline(top, color="0.4", lw=1.2, ls=dashes, label=f"{name}, best checkpoint")
-        axes.autoscale_view()
-        axes.set_title(heading, size=10)
-        axes.set(xlabel="pre-training compute, teraFLOPs (6 x MAC a view)", ylabel="test accuracy, %")
-        axes.grid(axis="y", alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    lines = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*lines, frameon=False, loc="outside lower center", ncols=across)
-    figure.savefig(picture, dpi=150)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(max(6, 4.5 * columns), 3.6 * rows + 0.9), layout="constrained")
+        figure.suptitle(", ".join(EXPERIMENTS[path.parent.name][:2]))
+        for axes, (heading, study) in zip(figure.subplots(rows, columns, squeeze=False).flat, shown.items()):
+            apart = (points.UNTRAINED, *ALONE.values())
+            groups = [group for name, group in study.groups.items() if name not in apart]
+            draw_groups(axes, study.groups[BASELINE], groups, "top1", "petaflops")
+            for name, dashes in zip(ALONE.values(), ("--", ":")):
+                if name in study.groups:
+                    top = 100 * mean(points.best(Studies(here=study), name, ["here"]).values())
+                    axes.axhline(top, color="0.4", linestyle=dashes, label=f"{name}, best checkpoint")
+            axes.set(title=heading, ylabel="test accuracy, %")
+        write(figure, picture.with_suffix(""), [picture.suffix.removeprefix(".")])
 
 
 SHOWN = {part.__name__.removeprefix("show_"): part for part in (show, show_runs, show_suggestions, show_demo)}

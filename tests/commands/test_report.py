@@ -13,6 +13,7 @@ from fastsuncet import versions
 from fastsuncet.cli import main
 from fastsuncet.commands import report as reports
 from fastsuncet.commands.report import figures, report
+from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.commands.report.figures import unit
 from fastsuncet.commands.report.reading import read_runs
 from fastsuncet.config import ConfigErrors
@@ -118,6 +119,16 @@ def test_report_of_the_paper_alone_has_its_percentages(capsys):
     assert "| imagenet-10pct, top1 | 45 | 50.5 |" in out and "| imagenet-1pct, top5 | 81 |" in out
     for name in ("finetune-10-labels-top1", "finetune-10-labels-top5", "finetune-1-labels-top1", "saved"):
         assert np.asarray(Image.open(f"paper/{name}.png").convert("L")).std() > 10
+
+
+def test_report_figure_shows_the_spread_of_a_single_checkpoint(tmp_path):
+    curves = [
+        Curve("", "SimCLR", seed, Measurement("linear", ""), (Point(1, {"updates": 1}, {"top1": top1}),))
+        for seed, top1 in enumerate((0.2, 0.8))
+    ]
+    png, _ = figures.draw_panel(arrange(curves)[0], "top1", tmp_path)
+    red, _, blue = np.moveaxis(np.asarray(Image.open(png).convert("RGB"), int), 2, 0)
+    assert (blue - red > 20).sum(0).max() > 0.3 * len(red)  # a bar, not the marker alone
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fastsuncet.commands.report.compute_saved import Saving, crossing, reached
@@ -89,28 +87,24 @@ def draw_panel(
         width = 3.5 * columns + 0.4 if only is None else 6
         figure = Figure(figsize=(width, 2.75 * rows + 0.9 + (only is not None)), layout="constrained")
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
-        handles: dict[str, Any] = {}
         for axes, cost in zip(grid, costs):
-            _draw_groups(axes, panel, groups, metric, cost)
-            handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
+            draw_groups(axes, panel.baseline, groups, metric, cost)
         title = NAMES.get(metric, metric)
         for axes in grid[: len(costs) : columns]:
             axes.set_ylabel(title if metric in RANKS else f"{title}, %")
         for axes in grid[len(costs) :]:
             axes.remove()
-        if any(len(group.curves) > 1 for group in groups):
-            handles["lowest to highest of the seeds"] = Patch(color="0.5", alpha=0.25, linewidth=0)
         figure.suptitle(f"{title[:1].upper()}{title[1:]} by {panel.measurement}", fontsize=11)
         slug = re.sub(r"[^a-z0-9]+", "-", "-".join([*panel.measurement, metric]).lower()).strip("-")
-        return _write(figure, handles, folder, name or slug)
+        return write(figure, folder / (name or slug))
 
 
-def _draw_groups(axes: Axes, panel: Panel, groups: list[Group], metric: str, cost: str) -> None:
-    """Draw all groups against one cost, the baseline's best as a line, and where each group first crosses it."""
+def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str, cost: str) -> None:
+    """Draw all groups against one cost, the best of `base` as a line, and where each group first crosses it."""
     points = {g.name: [p for p in g.common(metric) if cost in p.costs] for g in groups}
     largest = max(p.costs[cost] for found in points.values() for p in found)
     divisor, label = unit(cost, largest)
-    base, best = panel.baseline, None
+    best = None
     if base in groups and metric not in RANKS:
         best = 100 * max(p.mean(metric) for p in base.common(metric))
         axes.axhline(best, color="0.45", linewidth=0.9, zorder=1, label=f"best of {base.name}")
@@ -131,12 +125,15 @@ def _draw_groups(axes: Axes, panel: Panel, groups: list[Group], metric: str, cos
             label=f"{group.name}, mean of {seeds} seeds" if seeds > 1 else group.name,
         )
         if seeds > 1:
-            axes.fill_between(x, values.min(1), values.max(1), color=color, alpha=0.18, linewidth=0, zorder=2)
+            thick = 0 if len(x) > 1 else 4  # the band of a single checkpoint is a line
+            axes.fill_between(x, values.min(1), values.max(1), color=color, alpha=0.18, lw=thick, zorder=2)
         # The paper's runs and the user's are not compared; a first checkpoint that is good enough is no crossing.
         if base is None or best is None or group is base or group.published != base.published:
             continue
         if mean[0] < best and (at := crossing(x, mean.tolist(), best, linear=True)) is not None:
             axes.plot([at], [best], color="black", zorder=4, label="first as good, interpolated", **CROSSED)
+    if any(len(group.curves) > 1 for group in groups):
+        axes.fill_between([], [], color="0.5", alpha=0.25, lw=0, label="lowest to highest of the seeds")
     axes.set_xlabel(label)
     axes.set_xlim(0, 1.04 * largest / divisor)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
@@ -203,7 +200,7 @@ def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path)
         rivals = {s.baseline for s in savings}
         rival = rivals.pop() if len(rivals) == 1 else "the baseline"
         axes.set_xlabel(f"to match {rival}, % of its cost")
-        return _write(figure, dict(zip(*reversed(axes.get_legend_handles_labels()))), folder, "saved")
+        return write(figure, folder / "saved")
 
 
 def _row_name(method: str, measurement: str, metric: str) -> str:
@@ -234,19 +231,20 @@ def _draw_seeds(axes: Axes, seeds: list[Saving], y: float) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- files
-def _write(figure: Figure, handles: dict[str, Artist], folder: Path, name: str) -> list[Path]:
-    """Put the legend below `figure` and write it as <name>.png and <name>.svg, each whole or not at all."""
-    if handles:
-        wide = figure.get_figwidth() * 13 / (max(map(len, handles)) + 7)  # about 13 letters to an inch
-        columns = max(1, min(len(handles), int(wide)))
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
-    paths = []
-    # matplotlib writes its version into a PNG and the date into an SVG: a picture must change with its numbers only.
-    for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None, "Creator": None})):
+def write(figure: Figure, stem: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Put the legend of all plots below `figure` and write it as <stem>.<format>, each file whole or not at all."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
+    wide = figure.get_figwidth() * 13 / (max(map(len, handles)) + 7)  # about 13 letters to an inch
+    columns = max(1, min(len(handles), int(wide)))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+    paths = [stem.with_name(f"{stem.name}.{each}") for each in formats]
+    for path, each in zip(paths, formats):
+        # matplotlib writes its version into a PNG and the date into an SVG: a picture changes with its numbers only.
+        metadata = {"Software": None} if each == "png" else {"Date": None, "Creator": None}
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix, dpi=DPI, metadata=metadata)
+        figure.savefig(buffer, format=each, dpi=DPI, metadata=metadata)
         figure.set_layout_engine("none")  # the layout is the same in both formats
-        path = folder / f"{name}.{suffix}"
         atomic_files.replace(path, buffer.getvalue())
-        paths.append(path)
     return paths
