@@ -10,6 +10,7 @@ graph is a pure function of the arrays that `pipelines.sampling.step_plan` gives
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -28,6 +29,11 @@ FACTORS = ("brightness", "contrast", "saturation", "hue")
 BITS = np.array([1, 4, 16, 64], np.int32)
 # The inputs of a view: of its crop, and those of the view operator.
 OF_CROP, OF_VIEW_OPERATOR = ("corner", "extent"), (*FACTORS, "order", "gray", "sigma", "flip")
+# The settings of views that the view operator makes. DALI's own operators make a view with any other that is not off.
+WITH_VIEW_OPERATOR = (
+    *("size", "crop_scale", "crop_ratio", "flip", "jitter", "strength", *FACTORS, "color_order", "gray"),
+    *("blur", "blur_sigma", "blur_window", "mean", "std"),
+)
 
 
 @pipeline_def(enable_conditionals=True, exec_dynamic=True)
@@ -165,8 +171,11 @@ def normalization(augmentation: Augmentation | Center) -> dict[str, list[float]]
 def fits_view_operator(augmentations: Sequence[Augmentation | Center]) -> bool:
     """Return whether there are random views, and the view operator knows all that they ask for."""
     random = [each for each in augmentations if isinstance(each, Augmentation)]
-    known = {*OF_CROP, *OF_VIEW_OPERATOR}
-    return bool(random) and all(view_inputs(each).keys() <= known for each in random)
+    return bool(random) and all(
+        setting.name in WITH_VIEW_OPERATOR or getattr(each, setting.name) == setting.default
+        for each in random
+        for setting in fields(each)
+    )
 
 
 def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any], np.ndarray]]:
