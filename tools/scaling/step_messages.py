@@ -1,7 +1,7 @@
 """Every collective of a training step and its bytes, from the config alone.
 
 docs/scaling.md has the table of them, by the settings that change it.
-`tests/tools/test_scaling_model.py` compares this with the collectives of real steps over 2, 4 and 8 ranks.
+`tests/tools/test_scaling_model.py` compares this with the collectives of real steps over 2 and 4 ranks.
 """
 
 from collections.abc import Sequence
