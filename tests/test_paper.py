@@ -89,23 +89,23 @@ def job_cost(job: Job) -> float:
     """Return the petaFLOPs of a job, 0 for an evaluation without training."""
     c = job.config
 
-    def supervised(size: int, classes: int, samples: int) -> float:
+    def supervised(size: int, classes: int, views: int) -> float:
         return petaflops(
-            classifier_macs(c.model.name, c.model.stem, size, WIDTHS[c.model.name], classes), samples
+            views * classifier_macs(c.model.name, c.model.stem, size, WIDTHS[c.model.name], classes)
         )
 
     if job.command == "train":
-        return petaflops(run_macs(c, sizes_of(c)), 1)
+        return petaflops(run_macs(c, sizes_of(c)))
     if job.command == "finetune":
         _, classes, labeled = data_of(c)
-        samples = c.finetune.epochs * (labeled // c.finetune.batch_size * c.finetune.batch_size)
+        views = c.finetune.epochs * (labeled // c.finetune.batch_size * c.finetune.batch_size)
         every = "--every-checkpoint" in job.options
-        return (checkpoints(c) if every else 1) * supervised(c.data.augmentation.size, classes, samples)
+        return (checkpoints(c) if every else 1) * supervised(c.data.augmentation.size, classes, views)
     if job.command == "transfer":
         t = c.transfer
         # Each cell of the grid, and the chosen one once more.
-        samples = (len(t.learning_rates) * len(t.weight_decays) + 1) * t.steps * t.batch_size
-        return sum(supervised(t.size, TRANSFER_CLASSES[name], samples) for name in t.datasets)
+        views = (len(t.learning_rates) * len(t.weight_decays) + 1) * t.steps * t.batch_size
+        return sum(supervised(t.size, TRANSFER_CLASSES[name], views) for name in t.datasets)
     return 0.0
 
 
@@ -255,7 +255,7 @@ def test_runs_fit_their_data_and_keep_the_papers_hyper_parameters(name):
 def test_a_gpu_of_64_has_the_papers_batch(name, pattern, unlabeled, labeled, views):
     config = train_config(name, pattern) if pattern else load_config(FOLDER / f"{name}.yaml")
     sizes = config.resolve(64, 1_281_167, 1000, 128_116 if config.criterion.instance != "none" else None)
-    assert (sizes.local_unlabeled, sizes.global_labeled, sizes.samples(0)) == (
+    assert (sizes.local_unlabeled, sizes.global_labeled, sizes.update_views(True)) == (
         unlabeled,
         labeled * 64,
         views * 64,
@@ -287,8 +287,8 @@ def test_labeled_share_changes_the_batch_and_not_the_labeled_passes():
             assert sizes.supervised_steps * sizes.global_labeled == pytest.approx(
                 epochs * 454 * 2560, rel=1e-3
             )
-            assert sizes.samples(0) == pytest.approx(8192, rel=0.01)
-            share = sizes.global_labeled / sizes.samples(0)
+            assert sizes.update_views(True) == pytest.approx(8192, rel=0.01)
+            share = sizes.global_labeled / sizes.update_views(True)
             assert share == pytest.approx(config.criterion.labeled_share, abs=0.012)
 
 

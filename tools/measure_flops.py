@@ -53,16 +53,16 @@ def run_table(config: Config, a: Arithmetic, images: int) -> dict:
     for name, labeled in ((" with labels", True), ("", False)):
         if labeled and not a.supervised_steps:
             continue
-        views, macs = a.update_samples(labeled), update_macs(config, a, labeled)
+        views, macs = a.update_views(labeled), update_macs(config, a, labeled)
         for what, updates in (("update", 1), ("epoch", a.steps_per_epoch)):
             points.append({"name": what + name, "views": views * updates, "macs": macs * updates})
     # When the loss on labels plateaus is not known before the run.
     most = " with labels to the end" if config.criterion.supervised_epochs == "plateau" else ""
     name = f"run of {a.steps:,} updates{most}"
     on, off = a.supervised_steps, a.steps - a.supervised_steps
-    views = on * a.update_samples(True) + off * a.update_samples(False)
+    views = on * a.update_views(True) + off * a.update_views(False)
     points.append({"name": name, "views": views, "macs": run_macs(config, a)})
-    cost = ("petaFLOPs", "macs", lambda macs: f"{petaflops(macs, 1):.5g}")
+    cost = ("petaFLOPs", "macs", lambda macs: f"{petaflops(macs):.5g}")
     columns = [("", "name", str), ("views", "views", "{:,}".format), cost]
     return harness.table(f"{images:,} images, {a.steps_per_epoch:,} updates an epoch", points, columns)
 

@@ -14,7 +14,7 @@ from fastsuncet.config.schema import WITH_SMALL_CROPS, PerRank, Sections
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The sizes of a run. `global_` counts over all processes, `local_` on each. Images give views: see `samples`."""
+    """The sizes of a run. `global_` counts over all processes, `local_` on each. `update_views` counts views."""
 
     world_size: int
     num_images: int
@@ -52,11 +52,7 @@ class Arithmetic:
         labeled = self.local_labeled if supervised else 0
         return piece_sizes(self.local_unlabeled, labeled, self.views, self.local_micro_batch)
 
-    def samples(self, step: int) -> int:
-        """Return the views that go through the network in update `step`, over all processes."""
-        return self.update_samples(step < self.supervised_steps)
-
-    def update_samples(self, supervised: bool) -> int:
+    def update_views(self, supervised: bool) -> int:
         """Return the views of an update with or without labeled images, over all processes."""
         return self.views * self.global_unlabeled + (self.global_labeled if supervised else 0)
 

@@ -1,6 +1,6 @@
 """The ledger: what a run has cost so far, in images, updates, petaFLOPs, seconds and joules. Checkpoints keep it.
 
-Counted is 6 x MAC for a training sample (2 forward, 4 backward) of the encoder and the head (models/flops.py). Losses
+Counted is 6 x MAC for a view in training (2 forward, 4 backward) of the encoder and the head (models/flops.py). Losses
 with their classifier or prototypes, BatchNorm, optimizer and pixels are not counted: under 2 % for a ResNet-50 at 224.
 
 Joules are those of the ranks' GPUs, board and memory, not of the host: from the counter that NVIDIA's driver keeps,
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fastsuncet.distributed.collectives import gather_json
-from fastsuncet.models.flops import FLOP_PER_MAC
+from fastsuncet.models.flops import petaflops
 
 
 class EnergyMeter:
@@ -76,7 +76,7 @@ def _own_meter(device: torch.device) -> EnergyMeter | None:
 class Ledger:
     """Cumulative cost over all ranks and all restarts of a run.
 
-    `images` counts samples through the network (both views of an unlabeled image, and labeled images). `seconds` is
+    `images` counts views: those of unlabeled and of labeled images. `seconds` is
     wall-clock time of training, without evaluations. `joules` is the energy of all ranks' GPUs in that time: None
     unless the run had a `meter` since its first step.
     """
@@ -95,11 +95,11 @@ class Ledger:
     @property
     def petaflops(self) -> float:
         """Compute spent so far, in 1e15 floating-point operations."""
-        return FLOP_PER_MAC * self.macs / 1e15
+        return petaflops(self.macs)
 
-    def add(self, samples: int, macs: int) -> None:
-        """Count one update on `samples` images with `macs` multiply-adds in all, over all ranks."""
-        self.images += samples
+    def add(self, views: int, macs: int) -> None:
+        """Count one update on `views` with `macs` multiply-adds in all, over all ranks."""
+        self.images += views
         self.macs += macs
         self.updates += 1
 

@@ -1,6 +1,6 @@
 """What a run costs: multiply-adds, petaFLOPs, bytes of memory.
 
-One MAC is one multiply and one add, so 2 FLOP. A training sample costs 3 forward passes (forward, gradient
+One MAC is one multiply and one add, so 2 FLOP. A view costs 3 forward passes in training (forward, gradient
 of the inputs, gradient of the weights), so 6 FLOP per MAC: this project's reading of the paper's petaFLOPs,
 which the paper does not define; its "50 PF and more than 10,000 updates" on CIFAR-10 fits 6 and not 3
 (recipe section 6).
@@ -149,9 +149,9 @@ def run_macs(config: Config, arithmetic: Arithmetic) -> int:
     return on * update_macs(config, arithmetic, True) + off * update_macs(config, arithmetic, False)
 
 
-def petaflops(macs: int, samples: int) -> float:
-    """Return the cost of training on `samples` samples, `macs` MAC each forward, in 1e15 FLOP."""
-    return FLOP_PER_MAC * macs * samples / 1e15
+def petaflops(macs: int) -> float:
+    """Return the cost of a training whose forward passes have `macs` multiply-adds, in 1e15 FLOP."""
+    return FLOP_PER_MAC * macs / 1e15
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ class Memory:
 
 
 def memory_estimate(
-    name: str, stem: str, size: int, *head: Any, samples: int, precision: str = "bf16"
+    name: str, stem: str, size: int, *head: Any, views: int, precision: str = "bf16"
 ) -> Memory:
-    """Return the bytes that one rank needs to train on `samples` samples (views and labeled images) per step.
+    """Return the bytes that one rank needs to train on `views` views per step.
 
     `head` as of `network_cost`.
     Weights, gradients and momentum are float32 in every precision; "bf16" and "fp16" keep activations in 16
@@ -190,5 +190,5 @@ def memory_estimate(
         gradients=parameters,
         momentum=parameters,
         weight_copies=2 * cost.cast_parameters if half else 0,
-        activations=samples * (kept + images),
+        activations=views * (kept + images),
     )

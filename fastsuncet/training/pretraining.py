@@ -95,7 +95,7 @@ class Pretraining(TrainingTask[Batch]):
                 "(criterion.micro_batch), so results are those of neither number alone"
             )
         self.cost_of = {
-            on: (arithmetic.update_samples(on), update_macs(config, arithmetic, on)) for on in (True, False)
+            on: (arithmetic.update_views(on), update_macs(config, arithmetic, on)) for on in (True, False)
         }
         self.fingerprint = images.fingerprint()
         self.contents = {"contents": images.train.contents(), "changed": len(images.train.changed)}

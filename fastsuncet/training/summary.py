@@ -40,8 +40,8 @@ def summary(
         parts.append(f"{a.classes_per_batch} classes x {a.global_images_per_class} labeled{several}")
     ranks = "1 process" if a.world_size == 1 else f"{a.world_size} processes"
     view = f"6 x {view_macs(config) / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view"
-    update = petaflops(update_macs(config, a, a.supervised_steps > 0), 1)
-    epoch, whole = update * a.steps_per_epoch, petaflops(run_macs(config, a), 1)
+    update = petaflops(update_macs(config, a, a.supervised_steps > 0))
+    epoch, whole = update * a.steps_per_epoch, petaflops(run_macs(config, a))
     memory = step_memory(config, a)
     feed = feed_memory(config, a, None if images is None else images.train.sizes)
     size = f"{memory.total / 1e9:.3g} GB ({memory.activations / 1e9:.3g} GB of it activations)"
@@ -61,7 +61,10 @@ def summary(
     lines = [
         ("run", f"{config.run_folder}"),
         ("data", f"{len(images.train):,} images; {images.split}" if images else "not checked"),
-        ("batch", f"{' + '.join(parts)} = {a.samples(0):,} views an update, on {ranks}"),
+        (
+            "batch",
+            f"{' + '.join(parts)} = {a.update_views(a.supervised_steps > 0):,} views an update, on {ranks}",
+        ),
         ("steps", f"{a.steps_per_epoch:,} an epoch, {a.steps:,} in all; {method}"),
         ("loss", f"{loss}{tf32_note(config, place)}"),
         (
@@ -90,10 +93,8 @@ def step_memory(config: Config, arithmetic: Arithmetic) -> Memory:
     (unlabeled, labeled), *more = max(kinds, key=lambda pieces: a.views * pieces[0][0] + pieces[0][1])
     small = a.small_views * unlabeled
 
-    def estimate(size: int, samples: int) -> Memory:
-        return memory_estimate(
-            m.name, m.stem, size, *m.head, samples=samples, precision=config.meta.precision
-        )
+    def estimate(size: int, views: int) -> Memory:
+        return memory_estimate(m.name, m.stem, size, *m.head, views=views, precision=config.meta.precision)
 
     size = config.data.augmentation.size
     large = estimate(size, a.large_views * unlabeled + labeled)

@@ -114,7 +114,7 @@ def _not_graph(config: Config, arithmetic: Arithmetic) -> str | None:
         return None
     if config.criterion.micro_batch is not None:
         return "it has not been tried with criterion.micro_batch"
-    own = arithmetic.update_samples(arithmetic.supervised_steps > 0) // arithmetic.world_size
+    own = arithmetic.update_views(arithmetic.supervised_steps > 0) // arithmetic.world_size
     if own > GRAPH_VIEWS:
         return f"{own:,} views a process keep the GPU busy; `fastsuncet tune` tries it"
     return None

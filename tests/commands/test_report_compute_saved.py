@@ -152,22 +152,22 @@ CLAIMS = "\n".join(paper.claims())
 
 
 def epochs_of_simclr(recipe: paper.Recipe, epochs: int) -> float:
-    return recipe.samples(epochs) / SIMCLR.samples(1)
+    return recipe.large_views(epochs) / SIMCLR.large_views(1)
 
 
 def test_recipe_costs_are_those_of_the_papers_batches():
     assert SIMCLR.costs(1)["updates"] == 312, "section 4.1"
     assert OURS.costs(1)["updates"] == 454
     supervised = 2 * 2_816 + 2_560
-    assert OURS.samples(250) == 454 * 250 * supervised
-    assert OURS.samples(300) == OURS.samples(250) + 454 * 50 * 2 * 2_816
+    assert OURS.large_views(250) == 454 * 250 * supervised
+    assert OURS.large_views(300) == OURS.large_views(250) + 454 * 50 * 2 * 2_816
     macs = network_cost("resnet50", "imagenet", 224).macs
-    assert OURS.costs(300)["petaflops"] == pytest.approx(petaflops(macs, OURS.samples(300)))
+    assert OURS.costs(300)["petaflops"] == pytest.approx(petaflops(macs * OURS.large_views(300)))
 
 
 def test_recipe_costs_of_paws_are_those_of_its_config():
     config = load_config("in1k_10pct_paws", ["optimization.epochs=200"])
-    spent = petaflops(run_macs(config, config.resolve(8, paper.IMAGES)), 1)
+    spent = petaflops(run_macs(config, config.resolve(8, paper.IMAGES)))
     for labels in ("10", "1"):
         costs = paper.RECIPES["PAWS", labels].costs(200)
         assert costs["updates"] == 200 * 312 and costs["petaflops"] == pytest.approx(spent)

@@ -25,7 +25,7 @@ def test_arithmetic_same_experiment_on_any_number_of_processes():
         assert (sizes.global_unlabeled, sizes.global_labeled) == (2816, 2560)
         assert (sizes.local_unlabeled, sizes.local_labeled) == (2816 // world_size, 2560 // world_size)
         assert (sizes.steps_per_epoch, sizes.steps, sizes.supervised_steps) == (454, 45_400, 22_700)
-        assert (sizes.samples(0), sizes.samples(22_699), sizes.samples(22_700)) == (8192, 8192, 5632)
+        assert (sizes.update_views(True), sizes.update_views(False)) == (8192, 5632)
     per_rank = (
         "criterion.unsupervised_batch_size={per_rank: 44}",
         "criterion.supervised_imgs_per_class={per_rank: 2}",
@@ -40,7 +40,7 @@ def test_arithmetic_classes_can_be_shared_in_place_of_images():
     config = load(GOOD, *labels, "criterion.supervised_epochs=all", "criterion.supervised_views=2")
     sizes = config.resolve(64, IMAGENET, 1000)
     assert (sizes.global_labeled, sizes.local_labeled) == (2 * 6720, 2 * 105)
-    assert sizes.samples(0) == 2 * 256 + 2 * 6720
+    assert sizes.update_views(True) == 2 * 256 + 2 * 6720
 
 
 def test_arithmetic_switch_off():
@@ -49,7 +49,7 @@ def test_arithmetic_switch_off():
     assert late.resolve(1, CIFAR10).supervised_steps == 100 * 195
     never = load(GOOD, *SUPERVISED, "criterion.supervised_imgs_per_class=3", "criterion.supervised_epochs=0")
     sizes = never.resolve(2, CIFAR10, 1)
-    assert (sizes.supervised_steps, sizes.global_labeled, sizes.samples(0)) == (0, 0, 512)
+    assert (sizes.supervised_steps, sizes.global_labeled, sizes.update_views(True)) == (0, 0, 512)
 
 
 def test_arithmetic_steps_and_warmup():
@@ -192,8 +192,8 @@ def test_half_the_labeled_share_keeps_views_and_passes_through_the_labels():
     short = "criterion.supervised_epochs=30"
     whole = imagenet(short).resolve(64, IMAGENET)
     half = imagenet(short, "criterion.labeled_share=0.15625").resolve(64, IMAGENET)
-    assert (whole.global_unlabeled, whole.global_labeled, whole.samples(0)) == (2816, 2560, 8192)
-    assert (half.global_unlabeled, half.global_labeled, half.samples(0)) == (3456, 1280, 8192)
+    assert (whole.global_unlabeled, whole.global_labeled, whole.update_views(True)) == (2816, 2560, 8192)
+    assert (half.global_unlabeled, half.global_labeled, half.update_views(True)) == (3456, 1280, 8192)
     # An epoch stays a pass of the unlabeled images.
     assert (whole.steps_per_epoch, half.steps_per_epoch) == (454, 370)
     assert whole.supervised_steps == 30 * 454
@@ -210,7 +210,7 @@ def test_any_labeled_share_keeps_an_updates_cost_and_each_labels_passes(share, w
     sizes = config.resolve(world_size, IMAGENET)
     views, granule = 8192, 20 * world_size
     assert abs(sizes.global_labeled - share * views) <= granule / 2
-    assert views - 2 * world_size <= sizes.samples(0) <= views
+    assert views - 2 * world_size <= sizes.update_views(True) <= views
     assert sizes.local_unlabeled * world_size == sizes.global_unlabeled
     passes = sizes.supervised_steps * sizes.global_labeled
     assert abs(passes - epochs * 454 * 2560) <= sizes.global_labeled / 2
@@ -227,5 +227,5 @@ def test_labels_alone_count_epochs_over_labeled_images():
         "optimization.epochs=100",
     )
     sizes = config.resolve(64, IMAGENET, 1000, IMAGENET)
-    assert (sizes.views, sizes.global_unlabeled, sizes.samples(0)) == (0, 0, 16_000)
+    assert (sizes.views, sizes.global_unlabeled, sizes.update_views(True)) == (0, 0, 16_000)
     assert (sizes.steps_per_epoch, sizes.steps) == (80, 8000) == (IMAGENET // 16_000, sizes.supervised_steps)

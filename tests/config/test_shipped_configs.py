@@ -83,7 +83,7 @@ def test_shipped_config_batches_are_the_papers(
 ):
     sizes = shipped(name).resolve(world_size, images)
     assert (sizes.local_unlabeled, sizes.global_labeled // sizes.world_size) == (unlabeled, labeled)
-    assert sizes.samples(0) == views * world_size
+    assert sizes.update_views(True) == views * world_size
     assert (sizes.steps_per_epoch, sizes.supervised_steps) == (steps, off * steps)
     assert (sizes.warmup_steps, sizes.steps) == (10 * steps, 500 * steps)
     if images == IMAGENET and labeled:
@@ -93,7 +93,7 @@ def test_shipped_config_batches_are_the_papers(
 def test_shipped_config_demo_gives_both_methods_the_same_compute():
     suncet = shipped("digits_demo").resolve(1, DIGITS, 10)
     simclr = shipped("digits_simclr").resolve(1, DIGITS, 10)
-    assert suncet.samples(0) == simclr.samples(0) == 256
+    assert suncet.update_views(True) == simclr.update_views(True) == 256
     assert suncet.steps == simclr.steps == 600
     assert (suncet.supervised_steps, simclr.supervised_steps) == (600, 0)
     # It runs on two processes too.

@@ -73,7 +73,7 @@ def test_cost_in_the_metrics_is_that_of_all_updates_across_a_stop(tmp_path):
     arithmetic = config.resolve(1, 1442)
     last = json.loads((config.run_folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["petaflops"] == FLOP_PER_MAC * run_macs(config, arithmetic) / 1e15
-    assert last["images"] == 4 * arithmetic.update_samples(True) + 6 * arithmetic.update_samples(False)
+    assert last["images"] == 4 * arithmetic.update_views(True) + 6 * arithmetic.update_views(False)
 
 
 @pytest.mark.slow

@@ -315,7 +315,7 @@ def _contrast_batch(s: Survey, m: Machine, cards: int, gpu: bool, name: str, ste
     """Return the batch of SimCLR with labels: what fits, at most an eighth of the images."""
     precision = "bf16" if gpu else "fp32"
     one, two = (
-        memory_estimate(name, stem, size, 2048, 128, samples=n, precision=precision).total for n in (1, 2)
+        memory_estimate(name, stem, size, 2048, 128, views=n, precision=precision).total for n in (1, 2)
     )
     views = (0.6 * m.memory - one) / (two - one) * cards
     most = (2048 if s.images >= MANY_IMAGES else 512) if gpu else 128

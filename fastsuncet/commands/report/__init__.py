@@ -22,7 +22,7 @@ from pipelines.data_errors import DataError
 from pipelines.output import say_line
 
 COSTS_NOTE = (
-    "A petaFLOP is 1e15 floating-point operations. A training sample costs 6 x MAC of encoder and head: 2 FLOP a "
+    "A petaFLOP is 1e15 floating-point operations. A view costs 6 x MAC of encoder and head: 2 FLOP a "
     "multiply-add, 1 forward and 2 backward passes.",
     "Costs are those of pre-training up to the evaluated checkpoint, over all processes.",
 )

@@ -50,7 +50,7 @@ class Recipe:
     small_crops: int = 0  # of 96 pixels, of each unlabeled image
     head: tuple[int, int, bool, int, bool] = (2048, 128, False, 2, False)  # as ModelSection.head
 
-    def samples(self, epochs: float) -> int:
+    def large_views(self, epochs: float) -> int:
         """Return the large views through the network: two of an unlabeled image, one of a labeled one."""
         steps = IMAGES // self.unlabeled
         updates = round(epochs * steps)
@@ -60,9 +60,8 @@ class Recipe:
         """Return the costs that follow from the epochs; hours and joules were not published."""
         large, small = (network_cost("resnet50", "imagenet", size, *self.head).macs for size in (224, 96))
         updates = round(epochs * (IMAGES // self.unlabeled))
-        spent = petaflops(large, self.samples(epochs))
-        spent += petaflops(small, self.small_crops * self.unlabeled * updates)
-        return {"epochs": epochs, "updates": updates, "petaflops": spent}
+        macs = large * self.large_views(epochs) + small * self.small_crops * self.unlabeled * updates
+        return {"epochs": epochs, "updates": updates, "petaflops": petaflops(macs)}
 
 
 # (method, labels in %) -> section 4.1: 64 x 64 images an update, or 64 x 44 and 64 x 40 labeled ones
