@@ -56,7 +56,7 @@ def test_toys_train(tmp_path, capsys):
     assert "SimCLR + Toy" in shown and "toy=" in shown
 """
 COMMAND = '"""Print a toy."""\n\n\ndef run(parser, options):\n    print("a toy")\n'
-TERM = '    "toy": Term("Toy", partial(contrast, "toy")),\n'
+TERM = '    "toy": Term("Toy", partial(contrast_labels, "toy")),\n'
 DRAW = 'uniform(seed, f"{role} negative", (first_row, 0, 0, step), 4 * len(sizes))[::4]'
 # What is added -> file -> (what stands there, what is written before it); "" is the end of a file, or a new one.
 RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {

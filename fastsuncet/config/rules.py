@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from fastsuncet.config.problems import Problem, words
 from fastsuncet.config.reader import as_yaml
-from fastsuncet.config.schema import CONFIG, DEFAULTS, TIMM, WITH_SMALL_CROPS, Contrast
+from fastsuncet.config.schema import CONFIG, DEFAULTS, TIMM, WITH_SMALL_CROPS, ContrastsLabels
 from pipelines.sampling.augmentation import Augmentation, SettingsConflict
 
 # Values by dotted key, in the types of JSON, without those that are not valid.
@@ -67,7 +67,7 @@ def _least(v: Values) -> int:
     """Return how many classes a labeled batch needs, and how many images of each."""
     if v["criterion.supervised_epochs"] == 0:
         return 0
-    return 2 if v["criterion.supervision"] in get_args(Contrast) else 1
+    return 2 if v["criterion.supervision"] in get_args(ContrastsLabels) else 1
 
 
 RULES: list[Rule] = [

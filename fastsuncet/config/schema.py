@@ -325,7 +325,7 @@ class ModelSection(Section):
 
 
 # Losses that contrast labeled images with each other, so that each needs a positive.
-Contrast = Literal["suncet", "sup_con"]
+ContrastsLabels = Literal["suncet", "sup_con"]
 # Losses on unlabeled images that see small crops beside the two large views of an image; all others see two views.
 WITH_SMALL_CROPS = ("swav", "paws")
 
@@ -337,7 +337,7 @@ class CriterionSection(Section):
     """loss of unlabeled images; paws: their classes by the labeled images near them; none: learn from labeled images
     alone
     """
-    supervision: Literal[Contrast, "cross_entropy", "none"] = "suncet"
+    supervision: Literal[ContrastsLabels, "cross_entropy", "none"] = "suncet"
     """loss of labeled images; sup_con: L_sup_out of the paper; none: only with instance: paws, and the default there
     """
     temperature: Positive
@@ -398,7 +398,7 @@ class CriterionSection(Section):
     @property
     def contrasts_labels(self) -> bool:
         """Whether labeled images are contrasted with each other, so that each needs a positive."""
-        return self.supervised and self.supervision in get_args(Contrast)
+        return self.supervised and self.supervision in get_args(ContrastsLabels)
 
 
 class SwavSection(Section):

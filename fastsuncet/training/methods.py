@@ -71,7 +71,7 @@ def paws(config: Config, out: Outputs, labels: Tensor, per_class: Tensor | None)
     return cross_entropy + me_max if p.me_max else cross_entropy
 
 
-def contrast(name: str, config: Config, out: Outputs, labels: Tensor, *_: object) -> Tensor:
+def contrast_labels(name: str, config: Config, out: Outputs, labels: Tensor, *_: object) -> Tensor:
     """Contrast the labeled images with each other, by the loss of that name."""
     c = config.criterion
     options = {"keys": c.keys, "average": c.average, "chunk_size": c.chunk_size}
@@ -103,8 +103,8 @@ TERMS = {
     "nt_xent": Term("SimCLR", nt_xent),
     "swav": Term("SwAV", swav),
     "paws": Term("PAWS", paws),
-    "suncet": Term("SuNCEt", partial(contrast, "suncet")),
-    "sup_con": Term("L_sup_out", partial(contrast, "sup_con")),
+    "suncet": Term("SuNCEt", partial(contrast_labels, "suncet")),
+    "sup_con": Term("L_sup_out", partial(contrast_labels, "sup_con")),
     "cross_entropy": Term("cross-entropy", cross_entropy),
     "none": Term("", none),
 }

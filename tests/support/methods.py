@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from fastsuncet.config import Config, load_config
-from fastsuncet.config.schema import Contrast
+from fastsuncet.config.schema import ContrastsLabels
 from fastsuncet.data.paired_stream import views as shown_views
 from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import synchronize
@@ -31,7 +31,7 @@ METHODS = {
     # Of each of them: L_sup_out, and what is added.
     **{
         f"SimCLR + {methods.TERMS[loss].title}": [f"criterion.supervision={loss}"]
-        for loss in get_args(Contrast)
+        for loss in get_args(ContrastsLabels)
     },
     "labels alone, SuNCEt": LABELS_ALONE,
     "labels alone, L_sup_out": [*LABELS_ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],

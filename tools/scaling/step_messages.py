@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastsuncet.config import Config
-from fastsuncet.config.schema import Contrast
+from fastsuncet.config.schema import ContrastsLabels
 from fastsuncet.models.fused_batchnorm import FusedBlock, fuse
 from fastsuncet.training.methods import has_classifier
 from fastsuncet.training.step import build_model
@@ -119,7 +119,7 @@ def gathered_rows(config: Config, images: int, labeled: int) -> dict[str, int]:
     c = config.criterion
     found = {"views": 2 * images} if c.instance == "nt_xent" else {}
     # Without labeled images the ranks still tell each other that they have none.
-    if c.supervision in get_args(Contrast):
+    if c.supervision in get_args(ContrastsLabels):
         found["labeled images"] = labeled if c.supervised else 0
     return found
 

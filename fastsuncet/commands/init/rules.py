@@ -7,6 +7,7 @@ reasons say no more. docs/methods.md has the rules in words.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastsuncet.errors import ConfigError
@@ -136,8 +137,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         notes.append(f"so few images do not fill {m.count} GPUs: the run uses the CPU")
 
     # ---- method and image size: the largest size at which the hours are enough
-    def contrast(size: int) -> _Batch:
-        return _contrast_batch(s, m, cards, gpu, name, stem, size)
+    contrast_batch = partial(_contrast_batch, s, m, cards, gpu, name, stem)
 
     def seconds(batch: _Batch, size: int) -> float:
         """Return the seconds of an update: two views of an image are decoded once, labeled images one by one."""
@@ -147,7 +147,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         return max(compute, reading) if gpu else compute + reading
 
     def passes(size: int) -> float:
-        batch = contrast(size)
+        batch = contrast_batch(size)
         return TRAINING * 3600 * hours / seconds(batch, size) / max(1, s.images // batch.unlabeled)
 
     sides = [size for size in SIZES if size <= max(s.side, SIZES[-1])]
@@ -162,7 +162,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         size = next((x for x in sides if wanted * seconds(batch, x) <= TRAINING * 3600 * hours), sides[-1])
     else:
         size = enough or sides[-1]
-        batch = contrast(size)
+        batch = contrast_batch(size)
     suncet = s.images >= MANY_IMAGES or _left(s) <= FEW_LABELS * s.classes
     supervision = "suncet" if suncet and not alone else "cross_entropy"
 
