@@ -84,8 +84,7 @@ def _meant(files: Iterable[str], missing: Sequence[str]) -> dict[str, list[str]]
     """
 
     def parts(name: str) -> list[str]:
-        plain = unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
-        return plain.replace("\\", "/").split("/")[::-1]
+        return plain(name).replace("\\", "/").split("/")[::-1]
 
     found: dict[str, list[str]] = {parts(name)[0]: [] for name in missing}
     for file in files if missing else ():
@@ -99,6 +98,11 @@ def _meant(files: Iterable[str], missing: Sequence[str]) -> dict[str, list[str]]
         return most if len(most) <= 3 else []
 
     return {name: nearest(parts(name)) for name in missing}
+
+
+def plain(name: str) -> str:
+    """Return a name in one case and one Unicode form, so that names that look alike are equal."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
 def refuse_wrong_lines(path: str | Path, wrong: Sequence[tuple[int, str]]) -> None:

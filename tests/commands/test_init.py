@@ -156,12 +156,15 @@ def test_init_names_what_it_leaves_out(photos, capsys):
     (photos / "broken.jpg").write_bytes(b"nothing")
     (photos / "live.heic").write_text("")
     with open("labels.csv", "a") as table:
-        table.write("8.jpg,Dog\n")
+        table.write("8.jpg,Dog\n9.jpg,\u00e9\n10.jpg,e\u0301\n")
     assert run("photos", "--labels", "labels.csv") == 0
     said = capsys.readouterr().out
     assert "1 .heic files below photos are not read" in said
     assert "bad      1 file cannot be read: broken.jpg (not an image: no known header)" in said
-    assert "note     classes that differ only in upper and lower case: Dog, dog. Are they one?" in said
+    text = (
+        "classes that differ only in upper and lower case, or in the Unicode form: Dog, dog, e\u0301, \u00e9"
+    )
+    assert f"note     {text}. Are they one?" in said
     assert "fastsuncet predict mine.yaml photos --output predictions.csv --page --skip-bad" in said
     assert load_config("mine.yaml").data.bad_images == 1
     before = Path("mine.yaml").read_text()

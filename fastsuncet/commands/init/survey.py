@@ -21,7 +21,7 @@ from fastsuncet.training.determinism import PRECISIONS, native_precision
 from pipelines import atomic_files
 from pipelines.backend import cores
 from pipelines.data_errors import DataError
-from pipelines.datasets.csv_labels import with_csv_labels
+from pipelines.datasets.csv_labels import plain, with_csv_labels
 from pipelines.datasets.folders import image_folder, image_tree
 from pipelines.datasets.image_headers import EXTENSIONS
 from pipelines.datasets.index import ImageIndex
@@ -118,11 +118,10 @@ def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: n
     else:
         text = "none"
     lines.append(f"{'labels':<9}{text}")
-    alike = Counter(name.casefold() for name in index.classes)
-    if same := [name for name in index.classes if alike[name.casefold()] > 1]:
-        lines.append(
-            f"{'note':<9}classes that differ only in upper and lower case: {first_five(same)}. Are they one?"
-        )
+    alike = Counter(map(plain, index.classes))
+    if same := [name for name in index.classes if alike[plain(name)] > 1]:
+        text = "classes that differ only in upper and lower case, or in the Unicode form"
+        lines.append(f"{'note':<9}{text}: {first_five(same)}. Are they one?")
     if index.bad:
         lines.append(f"{'bad':<9}{counted(len(index.bad), 'file')} cannot be read: {_first_bad(index)}")
     return lines
