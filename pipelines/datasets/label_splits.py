@@ -101,10 +101,7 @@ def draw_held_out(index: ImageIndex, split: Split, share: float, seed: int) -> n
     if not (count := int((labels >= 0).sum())):
         raise DataError("no image has a label, so none can be held out to validate on")
     chosen = stratified(labels, max(1, round(share * count)), seed)
-    left = np.bincount(
-        np.delete(index.labels[pool], np.searchsorted(pool, chosen)), minlength=len(index.classes)
-    )
-    if len(gone := np.setdiff1d(index.labels[chosen], np.flatnonzero(left))):
+    if len(gone := np.setdiff1d(labels[chosen], np.delete(labels, chosen))):
         names = first_five([index.classes[label] for label in gone])
         raise DataError(f"{names}: no labeled image would be left to train on. Hold out fewer, or label more")
     return chosen
