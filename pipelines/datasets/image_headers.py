@@ -19,6 +19,8 @@ NOT_READ = frozenset((".heic", ".heif", ".gif", ".avif"))
 # What the decoders read. PIL's forty other parsers are kept away from files that a stranger made.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 MAX_PIXELS = 100_000_000
+# PIL warns of an attack from its own limit on, 89 megapixels.
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 # More than cores: on a network disk a header is nearly all waiting.
 THREADS = 16
 # Files per task: a future for each file would cost more than the file.
@@ -106,7 +108,7 @@ def image_size(file: os.PathLike | str | bytes, *, upright: bool = False) -> tup
     except Image.UnidentifiedImageError:
         empty = (len(file) if isinstance(file, bytes) else os.path.getsize(file)) == 0
         raise ValueError("an empty file" if empty else "not an image: no known header") from None
-    except Image.DecompressionBombError:  # PIL's own limit, 179 megapixels, comes first
+    except Image.DecompressionBombError:  # PIL's own limit, twice as many, comes first
         raise ValueError(too_many) from None
     except Exception as error:  # a broken header fails in as many ways as there are parsers
         raise ValueError(f"unreadable header: {type(error).__name__}: {error}") from error

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.string_table import Names
+from pipelines.output import counted
 
 if TYPE_CHECKING:
     from pipelines.datasets.shards import Shards
@@ -179,9 +180,9 @@ class ImageIndex:
             most = int(pixels.argmax())
             height, width = self.sizes[most].tolist()
             notes.append(
-                f"{len(large)} images have more than {_LARGE / 1e6:g} megapixels. The largest, {self.name(most)}, "
-                f"takes {3 * pixels[most] / 1e6:,.0f} MB decoded ({width} x {height}), and a batch can hold several. "
-                "A lower data.max_megapixels makes them bad images"
+                f"{counted(len(large), 'image')} of more than {_LARGE / 1e6:g} megapixels: the largest, "
+                f"{self.name(most)}, takes {3 * pixels[most] / 1e6:,.0f} MB decoded ({width} x {height}), and a batch "
+                "can hold several. A lower data.max_megapixels makes them bad images"
             )
         return notes
 

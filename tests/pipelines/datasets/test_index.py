@@ -18,7 +18,7 @@ from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets import image_headers
 from pipelines.datasets.folders import image_folder
-from pipelines.datasets.image_headers import file_stamps, read_headers, read_rgb
+from pipelines.datasets.image_headers import file_stamps, image_size, read_headers, read_rgb
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.string_table import Names
@@ -275,11 +275,21 @@ def test_a_modification_time_of_any_year_is_kept(index, kept, folder):
     assert image_folder(folder).stamps[0, 1] == 10_413_792_000 * 10**9 - 2**64
 
 
+@pytest.mark.filterwarnings("error")
+def test_size_of_the_largest_image_warns_of_no_attack(tmp_path):
+    Image.new("1", (10000, 10000)).save(tmp_path / "largest.png")
+    assert image_size(tmp_path / "largest.png") == (10000, 10000)
+
+
 def test_within_makes_large_images_bad():
     index = small_index(sizes=np.array([[9999, 9999], [6, 9]], np.int32))
     assert index.within(100) is index
     (note,) = index.notes()
-    assert "takes 300 MB decoded (9999 x 9999)" in note and "data.max_megapixels" in note
+    assert (
+        "1 image of more" in note
+        and "takes 300 MB decoded (9999 x 9999)" in note
+        and "data.max_megapixels" in note
+    )
     small = index.within(50)
     assert small.bad == {0: "9999 x 9999 pixels, more than data.max_megapixels (50)"} and small.notes() == []
     assert small.sizes.tolist() == [[0, 0], [6, 9]] and small.contents() == index.within(50).contents()
