@@ -1,6 +1,7 @@
 """`fastsuncet evaluate`: measure a checkpoint, print the numbers and write them into the run's results."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.data.dataset import Images, open_images, validates
+from fastsuncet.data.learned_labels import left_to_judge
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.classifier import learned_labels
@@ -20,7 +22,14 @@ from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.knn import knn
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
-from fastsuncet.evaluation.scoring import Measured, accuracy, labels_record, per_class, standard_error
+from fastsuncet.evaluation.scoring import (
+    LEARNED,
+    Measured,
+    accuracy,
+    labels_record,
+    per_class,
+    standard_error,
+)
 from fastsuncet.metrics.results import asked, send_results
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
@@ -71,17 +80,22 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
             continue
         # Torch's stubs lack memory_format together with a device.
         network = _network(encoder, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
-        what = (network, images, config, place)
+        shown, known = images, 0
         if alone:
-            measured = cross_validated(kind, *what, learned_labels(encoder, config, images.train))
+            learned = learned_labels(encoder, config, images.train)
+            measured = cross_validated(kind, network, images, config, place, learned)
         else:
-            measured = KINDS[kind][0](*what)
+            if encoder.trained is not None:
+                shown, known = left_to_judge(images, Path(encoder.source), place)
+            measured = KINDS[kind][0](network, shown, config, place)
+        if known:
+            measured = replace(measured, learned=known, notes=(*measured.notes, LEARNED))
         if place.first:
             if not files:
-                for line in _heading(kind, measured, images, config, encoder):
+                for line in _heading(kind, measured, shown, config, encoder):
                     say_line(line)
             say_line(f"{_name(encoder)}  {_accuracy(measured)}")
-            record = _record(config, kind, measured, encoder, images)
+            record = _record(config, kind, measured, encoder, shown)
             files.append(write_with_picture(config.run_folder, record))
     if place.first:
         send_results(config, files)

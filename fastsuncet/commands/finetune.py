@@ -14,6 +14,7 @@ from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images, validates
+from fastsuncet.data.learned_labels import left_to_judge
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
@@ -78,12 +79,14 @@ def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, s
         encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
         if encoder is None:
             continue
-        known = 0
+        shown, known = images, 0
         if images.held_out is None:
             known = int(learned_labels(encoder, config, images.train)[labeled(images)].sum())
+        elif encoder.trained is not None:
+            shown, known = left_to_judge(images, Path(encoder.source), place)
         if place.on_gpu and config.meta.channels_last:
             require_int32(sized, place, encoder)
-        job = FineTuningJob(sized, place, images, encoder, several, known)
+        job = FineTuningJob(sized, place, shown, encoder, several, known)
         record, result, new = job.run(signals, heading(job, brief=bool(records)), say)
         records.append(record)
         accuracy, *more = accuracy_lines(record)

@@ -8,6 +8,7 @@ Both can be a `data.csv` or a `data.validation`.
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ import numpy as np
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
+from fastsuncet.distributed.place import Place
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
+from pipelines.output import say_once
 
 LEARNED, HELD_OUT = "learned.csv", "held_out.csv"
 MOST = 200_000  # labels of a table. A run with more has none, and all labels count as learned
@@ -31,19 +34,18 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     """
     init = _table_of(typed_path(config.model.init)) if config.model.init else folder / LEARNED
     before = _read(init) if config.model.init else {}
-    tables, warning = {LEARNED: dict(before), HELD_OUT: {}}, []
+    held_out, warning = _held_out(images), []
+    tables = {LEARNED: dict(before), HELD_OUT: held_out}
     if config.criterion.supervised:
         few = len(images.split.indices) <= MOST
         tables[LEARNED] = tables[LEARNED] | _rows(images.train, images.split.indices) if few else {}
-    if images.held_out is not None and None is not images.train.root == images.held_out.root:
-        held_out = tables[HELD_OUT] = _rows(images.held_out, np.arange(len(images.held_out)))
-        if known := len(before.keys() & held_out.keys()):
-            others = init.with_name(HELD_OUT)
-            name = others if others.is_file() else "FILE.csv, with labels that it has not learned from"
-            warning.append(
-                f"{known} of {len(held_out)} validation images are labels that model.init has learned from: "
-                f"accuracies on them are too high. Write data.validation={name}"
-            )
+    if known := len(before.keys() & held_out.keys()):
+        others = init.with_name(HELD_OUT)
+        name = others if others.is_file() else "FILE.csv, with labels that it has not learned from"
+        warning.append(
+            f"{known} of {len(held_out)} validation images are labels that model.init has learned from: "
+            f"accuracies on them are too high. Write data.validation={name}"
+        )
     for name, rows in tables.items():
         with disk_errors(folder / name):
             if rows:
@@ -68,6 +70,23 @@ def learned(run: Path, index: ImageIndex, trained: Config) -> np.ndarray:
     return np.full(len(index), trained.criterion.supervised)
 
 
+def left_to_judge(images: Images, weights: Path, place: Place) -> tuple[Images, int]:
+    """Return the images without the validation images that `weights` have learned the label of, and 0.
+
+    A share that data.validation holds out is another draw once there are more labels. Rank 0 says how many are left
+    out. Where none would be left, return all images and how many these are.
+    """
+    given, before = _held_out(images), _read(_table_of(weights))
+    new = [i for i, (name, label) in enumerate(given.items()) if before.get(name) != label]
+    if not new or images.held_out is None:
+        return images, len(given)
+    if (known := len(given) - len(new)) and place.first:
+        say_once(
+            f"note: {known} of {len(given)} validation images are left out: the network has learned from them"
+        )
+    return replace(images, held_out=images.held_out.take(np.array(new))), 0
+
+
 def held_out_of(weights: Path) -> Path | None:
     """Return the held_out.csv of the run that `weights` is or lies in, if it has one."""
     table = _table_of(weights).with_name(HELD_OUT)
@@ -76,8 +95,15 @@ def held_out_of(weights: Path) -> Path | None:
 
 def _table_of(weights: Path) -> Path:
     """Return the learned.csv of the run that `weights` is, or lies in: a checkpoint, an export, a fine-tuning."""
-    folders = [weights, *weights.absolute().parents[:3]]
+    folders = [weights, *weights.absolute().parents[:4]]
     return next((folder / LEARNED for folder in folders if (folder / LEARNED).is_file()), weights / LEARNED)
+
+
+def _held_out(images: Images) -> dict[str, str]:
+    """Return file -> label of the validation images that are taken out of the training images; {} for others."""
+    if images.held_out is None or images.train.root is None or images.train.root != images.held_out.root:
+        return {}
+    return _rows(images.held_out, np.arange(len(images.held_out)))
 
 
 def _rows(index: ImageIndex, chosen: np.ndarray) -> dict[str, str]:

@@ -16,6 +16,7 @@ from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.linear import FOLDS, choose_strength, fit_linear, folds
 from fastsuncet.evaluation.scoring import (
+    LEARNED,
     Measured,
     confusion_of,
     few_labels_note,
@@ -105,11 +106,7 @@ def cross_validated(
     notes = few_labels_note(counts, images.train.classes)
     new = int((torch.bincount(labels)[labels[~known]] > 1).sum())
     if known.any():
-        notes.append(
-            f"the network has learned from the other {int(known.sum())} labels"
-            if new
-            else "the network has learned from these labels: the accuracy on other images is lower, perhaps by far"
-        )
+        notes.append(f"the network has learned from the other {int(known.sum())} labels" if new else LEARNED)
     only_learned = 0 if new else int(known.sum())
     known &= new > 0
     shares, confusion, judged = [], labels.new_zeros(count, count), 0

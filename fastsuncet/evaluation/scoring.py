@@ -21,6 +21,7 @@ from fastsuncet.evaluation.features import embed_views, outputs
 from pipelines.data_errors import DataError
 from pipelines.output import first_five
 
+LEARNED = "the network has learned from these labels: the accuracy on other images is lower, perhaps by far"
 FEW = 5  # with fewer labels of a class, some folds of a cross-validation have none of it
 
 

@@ -1,5 +1,6 @@
 """`fastsuncet evaluate`: what it prints, what it writes, and its exit codes."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -12,10 +13,11 @@ import torchvision
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.data.dataset import open_images
-from fastsuncet.distributed.place import Place
+from fastsuncet.distributed.place import Place, join
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
+from pipelines.output import say_once
 from tests.support.colors import write_colors
 from tests.support.runs import CONFIGS, small_config
 from tests.support.trackers import tensorboard
@@ -205,3 +207,23 @@ def test_evaluate_of_left_out_labels_says_what_they_cannot_tell(run, labels, cap
     labels(text="file,label\nred0.png,red\nred1.png,red\nblue0.png,blue\n")
     assert cli.main(command) == 0
     assert "2 classes have fewer than 5 labels (blue, red)" in capsys.readouterr().out
+
+
+def test_judging_leaves_out_validation_images_that_were_learned(run, capsys):
+    """More labels make another draw of a share. Where all were learned, all stay, and the accuracy is too high."""
+    config = load_encoder(run).trained.with_values({"data.validation": 0.34})
+    Path("mine.yaml").write_text(config.to_yaml())
+    with join(config) as place:
+        names = [*open_images(config, place, validation=True).validation.files]
+    tune = ("finetune", "mine.yaml", "finetune.epochs=1", "finetune.lr=0.001", "finetune.batch_size=4")
+    for known, left, learned in ((names[:2], 4, 0), (names, 6, 6)):
+        (run / "learned.csv").write_text("\n".join(["file,label", *(f"{x},{x[:-5]}" for x in known)]))
+        for command in (("evaluate", "knn", "mine.yaml"), tune):
+            say_once.cache_clear()
+            assert cli.main([*command, "logging.write_tag=run", f"finetune.write_tag=of{left}"]) == 0
+            printed = capsys.readouterr().out
+            assert ("note: 2 of 6 validation images are left out" in printed) == (left == 4)
+            assert ("the accuracy on other images is lower" in printed) == (left == 6)
+            newest = max((run / "results").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+            record = json.loads(newest.read_text())
+            assert (record["images"], record.get("learned", 0)) == (left, learned)
