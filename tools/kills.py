@@ -46,6 +46,7 @@ from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import STOP_SIGNALS, end_with_parent
 from fastsuncet.training.trainer import Trainer
+from tools.bench.harness import commit
 from tools.same_runs import assert_equal_to_the_bit, final_state
 from tools.soak import copy_images
 
@@ -289,8 +290,6 @@ def main(arguments: list[str] | None = None) -> int:
     top = options.folder.resolve()
     top.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     # Ranks whose agent was killed become children of this process, which can then wait for them.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     lines = top / "trials.jsonl"
@@ -300,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
     while sum(len(trial["kills"]) for trial in trials) < options.kills:
         number = len(trials)
         trial = runs.trial(f"trial_{number}", random.Random(f"{options.seed} {number}"))
-        record = {"trial": number, "commit": commit, **trial}
+        record = {"trial": number, "commit": commit(), **trial}
         trials.append(record)
         with lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")

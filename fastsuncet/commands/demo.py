@@ -67,7 +67,7 @@ def demo(folder: Path, *, seed: int = 0, overrides: tuple[str, ...] = ()) -> lis
     else:
         from fastsuncet.commands.report.figures import draw_panel
 
-        picture, _ = draw_panel(arrange(curves)[0], "top1", folder, only="petaflops", name=f"demo_seed{seed}")
+        picture, _ = draw_panel(arrange(curves)[0], "top1", folder, f"demo_seed{seed}")
         say_line(f"curves   {picture}")
         say_line(f"views    {preview(config, folder / 'views.png', force=True)}")
     say_line(f"took     {time.perf_counter() - began:.0f} s")

@@ -81,10 +81,8 @@ def why_not(source: str, device: torch.device, prove: Proof) -> str | None:
     return None
 
 
-def require_close(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Raise KernelError unless |found - expected| <= tolerance max|expected|, everywhere. Waits for the device."""
+def require_close(what: str, found: Tensor, expected: Tensor) -> None:
+    """Raise KernelError unless |found - expected| <= 1e-5 max|expected|, everywhere. Waits for the device."""
     error = ((found - expected).abs().max() / expected.abs().max()).item()
-    if not error <= tolerance:  # also for NaN
-        raise KernelError(
-            f"{what} differs from its twin by {error:.1e} of the largest value, limit {tolerance:.0e}"
-        )
+    if not error <= 1e-5:  # also for NaN
+        raise KernelError(f"{what} differs from its twin by {error:.1e} of the largest value, limit 1e-05")

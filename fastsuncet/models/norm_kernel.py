@@ -315,4 +315,4 @@ def _prove_joins(device: torch.device) -> None:
         joined = joined_statistics(x, given, *running, eps=1e-5, momentum=0.1)
         results.append([*joined, *running])
     for found, expected in zip(*results):
-        require_close("BatchNorm's statistics over ranks", found, expected, 1e-5)
+        require_close("BatchNorm's statistics over ranks", found, expected)

@@ -152,7 +152,7 @@ def file_paths(index: ImageIndex, indices: np.ndarray) -> np.ndarray:
     them as one array. After the root, "/" fills the short ones: a file system reads any number of them as one.
     """
     assert index.root is not None
-    names, root = index.files.right_aligned(indices, fill="/"), os.fsencode(index.root) + b"/"
+    names, root = index.files.right_aligned(indices), os.fsencode(index.root) + b"/"
     return np.hstack([np.tile(np.frombuffer(root, np.uint8), (len(names), 1)), names])
 
 

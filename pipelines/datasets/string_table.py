@@ -54,16 +54,16 @@ class Names(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         return (os.fsdecode(line[:-1]) for line in io.BytesIO(self.lines.data))
 
-    def right_aligned(self, indices: np.ndarray, fill: str) -> np.ndarray:
+    def right_aligned(self, indices: np.ndarray) -> np.ndarray:
         """Return the names at `indices`, int (B,), as the rows of a uint8 array as wide as the longest one of them.
 
-        Shorter names have `fill`, an ASCII character, before them.
+        Shorter names have slashes before them.
         """
         ends = self._ends[indices]
         lengths = ends - np.where(indices == 0, 0, self._ends[indices - 1] + 1)
         before_end = np.arange(lengths.max(initial=0), 0, -1)
         letters = self.lines.take(ends[:, None] - before_end, mode="clip")
-        return np.where(before_end <= lengths[:, None], letters, np.uint8(ord(fill)))
+        return np.where(before_end <= lengths[:, None], letters, np.uint8(ord("/")))
 
     def leaving_root(self) -> str | None:
         """Return a name that, joined to a folder, could lead out of it; None if there is none."""

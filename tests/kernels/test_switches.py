@@ -25,7 +25,7 @@ def test_agrees_asks_a_kernel_once(gpu):
 
 def test_agrees_warns_once_about_a_kernel_that_differs(gpu):
     def differs(device):
-        switches.require_close("the loss", torch.tensor([1.0, torch.nan]), torch.ones(2), 1e-3)
+        switches.require_close("the loss", torch.tensor([1.0, torch.nan]), torch.ones(2))
 
     with pytest.warns(UserWarning, match="x.cu is off on cuda:0.*the loss differs from its twin"):
         assert not switches.agrees("x.cu", gpu, differs)

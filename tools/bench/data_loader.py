@@ -39,7 +39,7 @@ def data_loader(folder: str, views: Callable[[Image.Image], Any], batch: int) ->
     return DataLoader(data, batch, sampler=order, num_workers=WORKERS, multiprocessing_context="fork")
 
 
-def two_views(kind: str, blur: str, size: int = 224) -> Callable[[Image.Image], tuple[Any, Any]]:
+def two_views(kind: str, blur: str) -> Callable[[Image.Image], tuple[Any, Any]]:
     """Return two draws of the recipe's augmentation by torchvision's own transforms, on "tensors" (uint8) or "PIL".
 
     `blur`: "23", or "sigma" for a kernel as wide as its sigma needs, which v2 itself does not offer.
@@ -53,7 +53,7 @@ def two_views(kind: str, blur: str, size: int = 224) -> Callable[[Image.Image], 
     transform = v2.Compose(
         [
             *([v2.PILToTensor()] if kind == "tensors" else []),
-            v2.RandomResizedCrop(size, antialias=True),
+            v2.RandomResizedCrop(224, antialias=True),
             v2.RandomHorizontalFlip(),
             v2.RandomApply([v2.ColorJitter(0.8, 0.8, 0.8, 0.2)], p=0.8),
             v2.RandomGrayscale(p=0.2),

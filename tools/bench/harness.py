@@ -229,7 +229,7 @@ def environment() -> dict[str, Any]:
     peers = {name: installed(name) for name in ("lightly", "pillow")}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "cpu": processor(),
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
@@ -238,7 +238,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the checkout's commit, with a plus where files differ from it; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:

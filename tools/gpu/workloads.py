@@ -21,9 +21,8 @@ from torch.profiler import ProfilerActivity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
-from fastsuncet.commands import train
-from fastsuncet.commands.ranks import as_rank
-from fastsuncet.config import Config, load_config
+import fastsuncet
+from fastsuncet.config import load_config
 from fastsuncet.distributed.place import join
 from fastsuncet.training.cuda_graph import WARMUP
 from pipelines.backend import LoaderOptions
@@ -138,12 +137,6 @@ def feed(report: Report, folder: Path, device: str, small: bool) -> int:
     return report.finish([harness.table(title, points, columns)], notes=notes, points=points)
 
 
-def train_to_end(config: Config) -> None:
-    """Start or continue a run and train it to its end."""
-    with as_rank(config) as place:
-        train.train(config, place)
-
-
 def resume(report: Report, folder: Path, device: str, small: bool) -> int:
     """Train ten steps, and continue the same run from its checkpoint at step five, in both precisions."""
     points = []
@@ -153,12 +146,12 @@ def resume(report: Report, folder: Path, device: str, small: bool) -> int:
             load_config("digits_demo", [*words, f"logging.folder={folder}/{precision}_{name}"])
             for name in ("whole", "continued")
         )
-        train_to_end(whole)
+        fastsuncet.train(whole)
         shutil.copytree(whole.run_folder, continued.run_folder)
         for checkpoint in (continued.run_folder / "checkpoints").glob("step_*"):
             if int(checkpoint.name.removeprefix("step_")) > 5:
                 shutil.rmtree(checkpoint)
-        train_to_end(continued)
+        fastsuncet.train(continued)
         try:
             assert_equal_to_the_bit(final_state(continued), final_state(whole))
             result = "equal to the bit"

@@ -69,23 +69,21 @@ def unit(cost: str, largest: float) -> tuple[float, str]:
 
 
 # ------------------------------------------------------------------------------------------- accuracy against costs
-def draw_panel(
-    panel: Panel, metric: str, folder: Path, *, only: str | None = None, name: str = ""
-) -> list[Path]:
+def draw_panel(panel: Panel, metric: str, folder: Path, name: str = "") -> list[Path]:
     """Draw the accuracy of all groups against every cost there is, as one picture; return its files, PNG and SVG.
 
-    `only`: one cost. `name` of the files: by default that of measurement and metric.
+    `name` of the files: by default that of measurement and metric.
     """
     groups = [group for group in panel.groups if group.common(metric)]
     known = {cost for group in groups for point in group.common(metric) for cost in point.costs}
-    costs = [cost for cost in COSTS if cost in known and only in (None, cost)]
+    costs = [cost for cost in COSTS if cost in known]
     if not costs:
         return []
     columns = len(costs) if len(costs) <= 3 else 2 if len(costs) == 4 else 3
     rows = -(-len(costs) // columns)
     with rc_context(STYLE):
-        width = 3.5 * columns + 0.4 if only is None else 6
-        figure = Figure(figsize=(width, 2.75 * rows + 0.9 + (only is not None)), layout="constrained")
+        size = (3.5 * columns + 0.4, 2.75 * rows + 0.9) if len(costs) > 1 else (6, 4.65)
+        figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
         for axes, cost in zip(grid, costs):
             draw_groups(axes, panel.baseline, groups, metric, cost)
