@@ -45,6 +45,7 @@ from fastsuncet.tuning.trials import SLOWER, Trial, Verdict
 from pipelines import cuda_compiler
 from pipelines.backend import dali_problem
 from pipelines.dali.view_operator import use as view_operator
+from pipelines.dali.view_operator.build import too_wide
 from pipelines.output import say_line
 
 INT32 = 2**31 - 1
@@ -104,7 +105,9 @@ def _not_norm(config: Config, arithmetic: Arithmetic) -> str | None:
 def _not_view(config: Config, arithmetic: Arithmetic) -> str | None:
     if config.data.backend == "torchvision":
         return "data.backend is torchvision"
-    return "data.view_operator is false" if config.data.view_operator is False else None
+    if config.data.view_operator is False:
+        return "data.view_operator is false"
+    return too_wide(config.data.augmentation.widest_blur)
 
 
 def _not_graph(config: Config, arithmetic: Arithmetic) -> str | None:

@@ -100,9 +100,7 @@ def by_view_operator(image, augmentation: Augmentation, view: SimpleNamespace):
     if augmentation.blur:
         given["window"] = 0 if augmentation.blur_window == "auto" else augmentation.blur_window
     if image.device == "gpu":
-        given["kernels"] = kernels(
-            augmentation.widest_blur if augmentation.blur else 0, Pipeline.current().device_id
-        ).hex()
+        given["kernels"] = kernels(augmentation.widest_blur, Pipeline.current().device_id).hex()
     return fn.fastsuncet.view(image, **given, **normalization(augmentation))
 
 

@@ -123,7 +123,7 @@ class Augmentation:
             raise SettingsConflict(
                 "hue", f"times strength is {self.strength * self.hue:g} turns; half a turn is the most"
             )
-        if self.blur and self.widest_blur // 2 >= self.size:
+        if self.widest_blur // 2 >= self.size:
             # The border is mirrored once. A kernel that reaches past the mirror has no torchvision meaning.
             raise SettingsConflict(
                 "blur_sigma" if self.blur_window == "auto" else "blur_window",
@@ -133,8 +133,8 @@ class Augmentation:
 
     @property
     def widest_blur(self) -> int:
-        """Pixels across the widest blur kernel of this augmentation."""
-        window = self.blur_window
+        """Pixels across the widest blur kernel of this augmentation, 0 without one."""
+        window = self.blur_window if self.blur else 0
         return int(blur_windows(np.array(self.blur_sigma[1]))) if window == "auto" else window
 
     @property

@@ -146,13 +146,17 @@ def _installed(package: str) -> list[Path]:
     return [Path(path) for path in (spec and spec.submodule_search_locations) or ()]
 
 
+def too_wide(widest_blur: int) -> str | None:
+    """Return why view.cu cannot make views with a blur of so many pixels, or None."""
+    if widest_blur <= WIDEST_BLUR:
+        return None
+    return f"it blurs up to {WIDEST_BLUR} pixels wide on a GPU, and data.augmentation asks for {widest_blur}"
+
+
 def kernels(widest_blur: int, device_id: int) -> bytes:
     """Return view.cu as compiled for a GPU. Raises DataError, also for a blur that is too wide for it."""
-    if widest_blur > WIDEST_BLUR:
-        raise DataError(
-            f"view_operator: true blurs up to {WIDEST_BLUR} pixels wide on a GPU, and the augmentation asks for "
-            f"{widest_blur}: set data.view_operator to false"
-        )
+    if reason := too_wide(widest_blur):
+        raise DataError(f"view_operator: true: {reason}. Set data.view_operator to auto or false.")
     from pipelines import cuda_compiler  # only for a GPU
 
     try:

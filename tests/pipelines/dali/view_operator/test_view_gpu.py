@@ -112,7 +112,7 @@ def test_kernels_contract_no_product_and_divide_exactly():
 
 
 def test_kernels_of_a_blur_that_is_too_wide_name_the_setting():
-    said = r"up to 65 pixels wide.*asks for 67: set data.view_operator to false"
+    said = r"up to 65 pixels wide.*asks for 67. Set data.view_operator to auto or false"
     with pytest.raises(DataError, match=said):
         build.kernels(67, 0)
 
