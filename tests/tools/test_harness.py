@@ -14,7 +14,7 @@ import torch
 from pipelines.data_errors import DataError
 from tools.bench import harness
 from tools.bench.dispatch_counter import Counter
-from tools.bench.harness import ratios, spread, target, time_in_turns
+from tools.bench.harness import ratios, target, time_in_turns
 from tools.bench.processes import time_batches_in_turns
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +86,6 @@ def test_time_in_turns_rotates_and_does_not_count_the_warmup(events):
 
 def test_ratios_are_taken_within_each_round():
     assert ratios([2, 9, 4], [1, 3, 4]) == [2, 3, 1]
-    assert spread([2, 3, 1.2345], 1e3) == "2000 (1234-3000)"
 
 
 def test_target_is_met_by_the_median_in_the_direction_asked():
@@ -115,13 +114,6 @@ def test_counter_counts_waits_views_and_bytes():
         assert counter.waits == 1
 
 
-def test_copy_reads_half_of_the_bytes_and_writes_the_other_half():
-    copy = harness.copy_of(1_000_000, "cpu")
-    with Counter() as counter:
-        copy()
-    assert counter.moved == 1_000_000 and counter.peak == 0
-
-
 def _prepared_ahead():
     """A source that needs 10 ms a batch and keeps up to 4 ready."""
     ready = queue.Queue(maxsize=4)
@@ -143,12 +135,6 @@ def test_batches_prepared_before_a_turn_are_not_counted():
     assert all(turn.wall > 0.115 and turn.memory > 1e7 for found in turns.values() for turn in found)
     with pytest.raises(ValueError, match="11 batches a turn are too few"):
         time_batches_in_turns(sources, 11, rounds=3, discarded=6)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU a graph can be captured")
-def test_capture_graph_without_a_gpu_returns_the_call_and_the_reason():
-    call, why = harness.capture_graph(spread)
-    assert call is spread and why
 
 
 def test_report_is_printed_and_written_and_wrong_results_return_1(tmp_path, capsys):
