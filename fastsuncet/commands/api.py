@@ -224,7 +224,7 @@ def embed(
             "nothing says which pixels this encoder expects: pass view=Center(size, resize, mean, std)"
         )
     index, names = _opened(images, view.upright)
-    place = Place(0, 1, 0, next(encoder.parameters()).device)
+    place = Place(0, 1, next(encoder.parameters()).device)
     return names, FolderPass(encoder, 0, index, view, place, batch, skip_bad).rows()
 
 

@@ -87,7 +87,7 @@ def known_view(encoder: Encoder) -> Center:
 
 def one_process() -> Place:
     """Return this process as the only rank, on one GPU or the CPU, with the settings of an evaluation."""
-    place = Place(0, 1, 0, pick_device("auto", 0))
+    place = Place(0, 1, pick_device("auto", 0))
     set_determinism(SETTINGS, place)
     return place
 

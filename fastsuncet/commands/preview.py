@@ -90,7 +90,7 @@ def sheet(config: Config, step: int) -> list[tuple[str, Pictures]]:
 
     Raises ConfigErrors, as the run would, for batches that the images do not fill.
     """
-    place = Place(0, 1, 0, torch.device("cpu"))
+    place = Place(0, 1, torch.device("cpu"))
     images = open_images(config, place, validation=False)
     # The run's own arithmetic and plans, cut to a few rows: a step number means nothing without the batch size. One
     # process stands for all, because a batch size given over all processes does not depend on their number.

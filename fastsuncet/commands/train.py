@@ -178,7 +178,7 @@ def print_plan(config: Config, show_config: bool) -> None:
     device = pick_device(config.meta.device, 0)
     config, why = resolve_precision(config, device)
     world_size = expected_ranks(config.meta.device)
-    place = Place(0, 1, 0, device)
+    place = Place(0, 1, device)
     notes: list[str] = []
     images = problem = None
     try:
@@ -194,7 +194,7 @@ def print_plan(config: Config, show_config: bool) -> None:
     else:
         arithmetic = config.resolve(world_size, *images.counts())
         notes += PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
-    lines = summary(config, Place(0, world_size, 0, device), images, arithmetic, None, why)
+    lines = summary(config, Place(0, world_size, device), images, arithmetic, None, why)
     m = config.model
     model = build_model(m.name, m.stem, *m.head, device="cpu" if m.init else "meta")
     if m.init is not None:

@@ -34,7 +34,6 @@ class Place:
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -187,7 +186,7 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
         raise ConfigError(
             f"the environment variable RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below"
         )
-    place = Place(rank, world_size, local_rank, pick_device(device, local_rank))
+    place = Place(rank, world_size, pick_device(device, local_rank))
     stream = contextlib.nullcontext()
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)

@@ -50,7 +50,7 @@ def agrees(source: str, device: torch.device, prove: Proof) -> bool:
             warnings.warn(message, stacklevel=2)
             return False
         try:
-            reason = why_not(source, device, prove)
+            reason = why_not(device, prove)
         except torch.OutOfMemoryError:
             reason = "the device has too little memory for its proof"
         switch(source, device, reason)
@@ -65,8 +65,8 @@ def switch(source: str, device: torch.device, reason: str | None) -> None:
     _reasons[source, device] = reason
 
 
-def why_not(source: str, device: torch.device, prove: Proof) -> str | None:
-    """Run the proof of `source`; return None if it passed, else the reason. Waits for the device.
+def why_not(device: torch.device, prove: Proof) -> str | None:
+    """Run the proof of some kernels; return None if it passed, else the reason. Waits for the device.
 
     Raises torch.OutOfMemoryError.
     """

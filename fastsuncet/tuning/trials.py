@@ -59,7 +59,7 @@ def try_kernel(name: str, trial: Trial, device: torch.device) -> Verdict:
     the process. Waits for the device.
     """
     try:
-        reason, final = switches.why_not(name, device, trial.prove), True
+        reason, final = switches.why_not(device, trial.prove), True
         times = None if reason or trial.work is None else milliseconds(name, device, trial.work)
     except torch.OutOfMemoryError:
         reason, times, final = f"the device has too little memory for the trial of {name}", None, False

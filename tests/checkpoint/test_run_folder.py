@@ -20,12 +20,12 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from tests.support.ranks import run_ranks
 
-ALONE = Place(0, 1, 0, torch.device("cpu"))
+ALONE = Place(0, 1, torch.device("cpu"))
 
 
 def raised_on_rank(rank: int, world_size: int) -> list[list]:
     """Return the exit code and the text of each error of rank 0, as this rank raises it."""
-    found, place = [], Place(rank, world_size, rank, torch.device("cpu"))
+    found, place = [], Place(rank, world_size, torch.device("cpu"))
     for error in [kind("why") for kind in ERRORS.values()]:
 
         def fail(error: Exception = error) -> None:

@@ -50,7 +50,7 @@ def started_differently(rank: int, world_size: int, folder: str) -> list[str]:
 
 def with_other_lists(rank: int, folder: Path) -> list[str]:
     """Open the same images from local lists: equal ones, then lists that are other or wrong on rank 1."""
-    place, found = Place(rank, 2, 0, torch.device("cpu")), []
+    place, found = Place(rank, 2, torch.device("cpu")), []
     names = [f"{c}/{i}.png" for c in "rgb" for i in range(5)]
     for case in ("equal", "labels", "split", "no split", "no labels"):
         local = folder / f"{case}-{rank}"

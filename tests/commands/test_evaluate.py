@@ -84,7 +84,7 @@ def test_evaluate_npi_on_the_projection_takes_center_crops(folder, capsys):
     assert (code, err) == (0, "") and "features projection" in out
     (result,) = (one for one in read_results(folder / "digits_demo") if one["setting"].get("views") == 0)
     config = small_config(folder)
-    images = open_images(config, Place(0, 1, 0, torch.device("cpu")), validation=True)
+    images = open_images(config, Place(0, 1, torch.device("cpu")), validation=True)
     model = build_model("resnet_tiny", stem=config.model.stem, seed=20).eval()
 
     def rows(pixels) -> torch.Tensor:

@@ -98,7 +98,7 @@ def test_export_fine_tuned_network_gives_its_logits_with_a_library_alone(tmp_pat
     assert loaded.classes == load_encoder(run).classes == tuple(CLASSES)
     for i in range(3):
         PIL.Image.effect_noise((150, 120 + 20 * i), 90).convert("RGB").save(tmp_path / f"{i}.png")
-    place = Place(0, 1, 0, torch.device("cpu"))
+    place = Place(0, 1, torch.device("cpu"))
     expected = outputs(network, image_tree(tmp_path), np.arange(3), load_encoder(run).trained, place)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(theirs))
     images = [transform(PIL.Image.open(tmp_path / f"{i}.png").convert("RGB")) for i in range(3)]

@@ -45,7 +45,7 @@ def test_sheet_shows_the_runs_own_batch_and_decodes_no_more(tmp_path, monkeypatc
     monkeypatch.setattr(module, "Loader", watched)
     rows = dict(sheet(config, step))
 
-    place = Place(0, 1, 0, torch.device("cpu"))
+    place = Place(0, 1, torch.device("cpu"))
     images = open_images(config, place, validation=False)
     arithmetic = config.resolve(1, *images.counts()[:2])
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)

@@ -16,7 +16,7 @@ from tests.support.colors import ALONE, color_config, write_colors
 
 def test_two_streams_on_a_gpu_share_the_cores_of_their_process(monkeypatch):
     monkeypatch.setattr(backend, "cores_of_process", lambda: 16)
-    config, gpu = load_config("digits_demo"), Place(0, 1, 0, torch.device("cuda", 0))
+    config, gpu = load_config("digits_demo"), Place(0, 1, torch.device("cuda", 0))
     assert loader_options(config, gpu, streams=2).threads == 8
     assert loader_options(config, gpu).threads == 16  # an evaluation
     assert loader_options(config, ALONE, streams=2).threads == 16

@@ -20,7 +20,7 @@ def no_compiler(monkeypatch, tmp_path):
 
 
 def wrapped(ranks: int = 1, compiled: bool = True) -> nn.Module:
-    place, image = Place(0, ranks, 0, torch.device("cpu")), torch.ones(1, 2)
+    place, image = Place(0, ranks, torch.device("cpu")), torch.ones(1, 2)
     options = {"compiled": compiled, "static_graph": True, "blank_pass": lambda net: net(image).sum()}
     return parallel(nn.Linear(2, 2), place, **options)
 

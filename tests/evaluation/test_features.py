@@ -29,7 +29,7 @@ def test_view_size_is_the_papers_in_proportion():
 
 def evaluate_on_rank(rank: int, world_size: int, folder: str) -> list:
     """Run every evaluation on this rank: of colors, which all get right, and of an untrained encoder."""
-    place = Place(rank, world_size, rank, torch.device("cpu"))
+    place = Place(rank, world_size, torch.device("cpu"))
     config = color_config(Path(folder), "npi.views=2", "evaluation.knn_k=3")
     images = open_images(config, place, validation=True)
     right = [run(MeanColor(), images, config, place).metrics["top1"] for run in (knn, npi, linear, accuracy)]

@@ -168,7 +168,7 @@ def test_progress_is_printed_by_the_first_rank_only(tmp_path, capsys):
     config = small_config(tmp_path)
     for rank in (0, 1, 2):
         with RunLogger(
-            config, tmp_path, ("loss",), LOSSES, 10, 0, Place(rank, 3, rank, torch.device("cpu"))
+            config, tmp_path, ("loss",), LOSSES, 10, 0, Place(rank, 3, torch.device("cpu"))
         ) as logger:
             logger.say("suncet has plateaued")
     assert capsys.readouterr().out.count("suncet has plateaued") == 1

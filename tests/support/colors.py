@@ -10,7 +10,7 @@ from torch import nn
 from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.place import Place
 
-ALONE = Place(0, 1, 0, torch.device("cpu"))
+ALONE = Place(0, 1, torch.device("cpu"))
 
 
 class MeanColor(nn.Module):

@@ -124,7 +124,7 @@ def write_rows(output: Path, number: int) -> None:
         else:
             predict._save(path, predict._predictions(rows, images().name, CLASSES))
 
-    network, place = nn.Flatten(), Place(0, 1, 0, torch.device("cpu"))
+    network, place = nn.Flatten(), Place(0, 1, torch.device("cpu"))
     network.register_buffer("number", torch.tensor(number))  # another network, whose rows are not continued
     with mock.patch.object(folder_pass, "outputs", outputs), mock.patch.dict(folder_pass.SAVE_EVERY, cpu=1):
         rows = folder_pass.FolderPass(network, 4, images(), Center(), place, batch=2)

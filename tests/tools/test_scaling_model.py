@@ -75,7 +75,7 @@ def record_a_step(rank: int, world_size: int, folder: str, cases: tuple[str, ...
 
 def _record(rank: int, world_size: int, folder: Path, overrides: tuple[str, ...], labeled: int) -> list:
     config = small_config(folder, *overrides)
-    place = Place(rank, world_size, rank, torch.device("cpu"))
+    place = Place(rank, world_size, torch.device("cpu"))
     _, network, optimizer, method = build(config, place, CLASSES, range(1, CLASSES + 1))
     draw = torch.Generator().manual_seed(rank)
     shown = tuple(torch.rand(IMAGES, 3, v.size, v.size, generator=draw) for v in views(config))

@@ -185,7 +185,7 @@ def weights_around_a_refusal(rank, world_size, folder):
     for graphs in (False, True):
         config = tiny_config(Path(folder) / str(graphs))
         config.run_folder.mkdir(parents=True, exist_ok=True)
-        place = Place(rank, world_size, rank, torch.device("cpu"))
+        place = Place(rank, world_size, torch.device("cpu"))
         task = start(config, place, config.run_folder)[0].task
         middle = task.model.encoder.layer2[0].conv1.weight
 

@@ -14,7 +14,7 @@ from fastsuncet.training import determinism
 from fastsuncet.training.determinism import resolve_precision, set_determinism
 from tests.support.runs import CONFIGS, tiny_config, train
 
-CARD = Place(0, 1, 0, torch.device("cuda", 0))
+CARD = Place(0, 1, torch.device("cuda", 0))
 AUTO = "meta.precision=auto"
 CUDNN, CUDA = torch.backends.cudnn, torch.backends.cuda
 MATMUL = CUDA.matmul

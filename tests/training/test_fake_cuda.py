@@ -26,7 +26,7 @@ from tools.bench import step_bench
 
 pytestmark = pytest.mark.slow
 
-HERE = Place(0, 1, 0, CARD)
+HERE = Place(0, 1, CARD)
 U, S = 6, 8
 
 

@@ -23,7 +23,7 @@ from tests.support.methods import PAWS, PAWS_HEADS
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_to_the_bit, final_state, tiny_config, train
 
-PLACE = Place(0, 1, 0, torch.device("cpu"))
+PLACE = Place(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_initial_weights_fill_the_encoder_and_leave_the_head(tmp_path, weights):
 def on_a_rank(rank: int, world_size: int, folder, weights) -> dict:
     config = tiny_config(folder, f"model.init={weights if rank == 0 else folder / 'only rank 0 reads it'}")
     model = build_model("resnet_tiny").to(memory_format=torch.channels_last)
-    initial_weights.load(config, model, Place(rank, world_size, rank, torch.device("cpu")))
+    initial_weights.load(config, model, Place(rank, world_size, torch.device("cpu")))
     return dict(model.encoder.state_dict())
 
 

@@ -112,7 +112,7 @@ def test_pieces_on_two_ranks_are_those_of_one_process_and_gradients_are_sent_onc
 def test_pieces_step_is_grad_cache_by_hand_to_the_bit(tmp_path, precision):
     """Also the running statistics, once a piece, and what both passes give to the last layer."""
     config = small(tmp_path, MIXED, f"meta.precision={precision}", "criterion.micro_batch=8")
-    _, ours, _, method = build(config, Place(0, 1, 0, CPU), 10)
+    _, ours, _, method = build(config, Place(0, 1, CPU), 10)
     batch, seen = batch_of(config, 8), []
     plain = MultiViewModel(copy.deepcopy(ours.model))
     ours.model.head[-1].register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))

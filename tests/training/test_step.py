@@ -24,10 +24,10 @@ def test_step_returns_each_loss_gradient_norm_and_changes_no_bit(tmp_path, metho
     """The norms are those of each loss alone, and the weights those of a step that does not watch."""
     config = small(tmp_path, method, f"meta.precision={precision}")
     batch = batch_of(config, S if config.criterion.supervised else 0)
-    ours, network, optimizer, method = build(config, Place(0, 1, 0, CPU), 10, range(1, 11))
+    ours, network, optimizer, method = build(config, Place(0, 1, CPU), 10, range(1, 11))
     values = train_step(network, optimizer, batch, 0.1, method)
 
-    theirs, network, optimizer, method = build(config, Place(0, 1, 0, CPU), 10, range(1, 11))
+    theirs, network, optimizer, method = build(config, Place(0, 1, CPU), 10, range(1, 11))
     optimizer.set_lr(0.1)
     method.before_update()
     with method.autocast():
@@ -61,7 +61,7 @@ def test_first_passes_of_ddp_have_the_shape_of_a_step_where_it_compiles(tmp_path
 
     monkeypatch.setattr("fastsuncet.distributed.ddp.parallel", lambda *_, blank_pass, **__: blank_pass(seen))
     sizes = config.resolve(2, 146, 10)
-    build(config, Place(0, 2, 0, CPU), 10, range(1, 11), sizes)
+    build(config, Place(0, 2, CPU), 10, range(1, 11), sizes)
     assert sizes.local_unlabeled > 2 < sizes.local_labeled
     assert shapes == [[sizes.local_unlabeled] * 2 + [sizes.local_labeled] if compiled else [1, 1, 2]]
 

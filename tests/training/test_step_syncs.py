@@ -34,7 +34,7 @@ class RankCounter(Counter):
 
 def counted(config: Config, labeled: int = S, place: Place | None = None, counts=Counter) -> Counter:
     """Return what the third step of a run does: the first ones create momentum and, on several ranks, buckets."""
-    _, network, optimizer, method = build(config, place or Place(0, 1, 0, CPU), 10, range(1, 11))
+    _, network, optimizer, method = build(config, place or Place(0, 1, CPU), 10, range(1, 11))
     batch, interval = batch_of(config, labeled), MetricsInterval(CPU, 4)
     for _ in range(2):
         train_step(network, optimizer, batch, 0.1, method)
@@ -64,7 +64,7 @@ def test_step_does_not_wait(tmp_path, method, labeled, precision):
 
 def waits_on_a_rank(rank: int, world_size: int, folder) -> int:
     config = small(folder, "SimCLR + SuNCEt")
-    return counted(config, place=Place(rank, world_size, rank, CPU), counts=RankCounter).waits
+    return counted(config, place=Place(rank, world_size, CPU), counts=RankCounter).waits
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ class LabelsOfFive:
 
 @pytest.mark.parametrize(("device", "pinned"), [("cuda", ["pinned"]), ("cpu", [])])
 def test_streams_copy_to_a_gpu_from_pinned_memory(monkeypatch, device, pinned):
-    place, calls = Place(0, 1, 0, torch.device(device)), []
+    place, calls = Place(0, 1, torch.device(device)), []
     ours, tuning = PairedStream.__new__(PairedStream), FineTuningStream.__new__(FineTuningStream)
     ours.place, ours.views, ours.arithmetic = place, (), SimpleNamespace(supervised_steps=1)
     ours._loaders = {LABELED: LabelsOfFive()}

@@ -42,7 +42,7 @@ def test_summary_says_what_pieces_cost_and_what_batchnorm_sees():
         config = load_config(CONFIGS / "in1k_simclr.yaml", ["data.root=none", "meta.precision=bf16", *asked])
         sizes = config.resolve(1, 1_281_167)
         images = SimpleNamespace(train=ManyImages(), split="none")
-        lines = summary.summary(config, Place(0, 1, 0, torch.device("cpu")), images, sizes, None)
+        lines = summary.summary(config, Place(0, 1, torch.device("cpu")), images, sizes, None)
         found[name] = dict(line.split(maxsplit=1) for line in lines), summary.step_memory(config, sizes)
     (whole, memory), (pieces, less) = found["whole"], found["pieces"]
     assert whole["norm"] == "statistics of the whole batch"
@@ -67,7 +67,7 @@ def test_summary_counts_images_on_a_gpu_where_dali_decodes_there(monkeypatch, as
     monkeypatch.setattr(summary, "device_name", lambda _: "a GPU")
     words = ["data.root=none", "meta.precision=bf16", "criterion.micro_batch=512", f"data.backend={asked}"]
     config = load_config(CONFIGS / "in1k_simclr.yaml", words)
-    place = Place(0, 1, 0, torch.device("cuda", 0))
+    place = Place(0, 1, torch.device("cuda", 0))
     lines = summary.summary(config, place, None, config.resolve(1, 1_281_167), None)
     (memory,) = (line for line in lines if line.startswith("memory"))
     assert f" GB {where}for the images" in memory and ("WHICH IS LESS" in memory) == (not where)
@@ -97,7 +97,7 @@ def test_tf32_note_is_there_where_losses_are_not_in_float32(device, precision, p
     asked = [f"meta.precision={precision}", *method]
     asked += [f"criterion.products={products}"] if products else []
     config = load_config(CONFIGS / "digits_demo.yaml", asked)
-    assert summary.tf32_note(config, Place(0, 1, 0, torch.device(device))) == note
+    assert summary.tf32_note(config, Place(0, 1, torch.device(device))) == note
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,6 @@ def test_memory_note_compares_all_that_shares_a_memory_with_it(
     """The processes of a CPU share it; a GPU has one process, which also decodes there."""
     monkeypatch.setattr(summary, "memory_of", lambda _: 8 * 10**9)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    place = Place(0, 1, 0, torch.device(device))
+    place = Place(0, 1, torch.device(device))
     note = summary.memory_note(place, 4 * 10**9, feed * 10**9, processes)
     assert (note == there) != less and note.startswith(there)

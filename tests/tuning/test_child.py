@@ -36,7 +36,7 @@ def arithmetic(config):
 
 @pytest.fixture(scope="module")
 def bench(arithmetic) -> Bench:
-    return Bench(Place(0, 1, 0, torch.device("cpu")), arithmetic, [15] * 10)
+    return Bench(Place(0, 1, torch.device("cpu")), arithmetic, [15] * 10)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_problem_of_a_resnet50_is_more_than_its_own_rounding(monkeypatch, precis
     sizes = replace(sizes, local_unlabeled=6, classes_per_batch=4, global_images_per_class=2)
     monkeypatch.setattr(norm_kernel, "usable", lambda *_: True)
     monkeypatch.setattr(norm_kernel, "fused_norm", emulated(fault))
-    bench = Bench(Place(0, 1, 0, torch.device("cpu")), sizes, [128] * 1000)
+    bench = Bench(Place(0, 1, torch.device("cpu")), sizes, [128] * 1000)
     found = bench.problem(config, config.with_values({"model.fused_batchnorm": True}), exact=False)
     assert found == problem if problem is None else problem in found
 

@@ -36,7 +36,7 @@ def _one_machine(tmp_path, monkeypatch):
 
 
 def choose(config, arithmetic, before=None):
-    return paths.choose(config, arithmetic, Place(0, 1, 0, CARD), [128] * 1000, before or {})
+    return paths.choose(config, arithmetic, Place(0, 1, CARD), [128] * 1000, before or {})
 
 
 def used(found: paths.Paths) -> list[str]:
@@ -295,7 +295,7 @@ CARDS = {
 
 
 def choose_on_a_rank(rank, world_size, folder):
-    place, found = Place(rank, world_size, 0, CARD), {}
+    place, found = Place(rank, world_size, CARD), {}
     for cards in CARDS:
         with pytest.MonkeyPatch.context() as patch:
             pretend(patch, Path(folder, cards), card=cards[rank])

@@ -66,7 +66,7 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
     device = pick_device(options.device, 0).type
     torch.set_num_threads(1)
     params = parameters("resnet18" if options.quick else "resnet50", device)
-    problem = why_not("lars.cu", params[0].device, prove) if device == "cuda" else "it needs a CUDA device"
+    problem = why_not(params[0].device, prove) if device == "cuda" else "it needs a CUDA device"
     notes = [f"no {KERNEL!r}: {problem}"] if problem else []
     calls, count = contenders(params, kernel=not problem), sum(p.numel() for p in params)
     # The dispatcher does not see our own kernel.

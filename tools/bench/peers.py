@@ -35,7 +35,7 @@ COLUMNS = {
     "memory": "memory, MB",
     "memory_to_peer": "memory, x peer",
 }
-HERE, SMALL = Place(0, 1, 0, torch.device("cpu")), 64
+HERE, SMALL = Place(0, 1, torch.device("cpu")), 64
 
 
 def config_of(folder: str, size: int, network: str, batch: int) -> Config:

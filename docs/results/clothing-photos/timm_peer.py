@@ -25,7 +25,7 @@ EPOCHS, BATCH, SIZE, COLORS = 600, 128, 32, {"mean": (0, 0, 0), "std": (1, 1, 1)
 
 if __name__ == "__main__":
     config = load_config(sys.argv[1])
-    one, seed = Place(0, 1, 0, torch.device("cpu")), config.meta.seed
+    one, seed = Place(0, 1, torch.device("cpu")), config.meta.seed
     images = open_images(config, one, validation=True)
     torch.manual_seed(seed)
     torch.set_num_threads(1)

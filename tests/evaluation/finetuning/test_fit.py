@@ -231,7 +231,7 @@ def test_strong_classifier_moves_the_encoder_by_no_more_than_the_bound(tmp_path)
 
 
 def on_rank(rank: int, world_size: int, folder: str, encoder: str, passes: tuple[int, ...]) -> dict:
-    place = Place(rank, world_size, rank, ALONE.device)
+    place = Place(rank, world_size, ALONE.device)
     for accumulate in passes:
         module, steps = (plain_encoder(), 4) if encoder == "plain" else (resnet(), 2)
         result = run(Path(folder, str(accumulate)), steps, module, place, accumulate=accumulate)
@@ -350,7 +350,7 @@ def test_mean_square_makes_no_second_copy_of_the_features(monkeypatch):
 def test_pass_that_overflows_batchnorms_index_is_refused(tmp_path):
     """The default batch on one GPU: a ResNet-18 has 51 GB of activations there, which a card of 80 GB holds."""
     config = config_in(tmp_path, batch_size=4096).with_values({"data.augmentation.size": 224})
-    place = Place(0, 1, 0, torch.device("cuda", 0))
+    place = Place(0, 1, torch.device("cuda", 0))
     encoder = Encoder(nn.Identity(), 512, "resnet18", "imagenet", "here")
     text = r"finetune\.batch_size.*\(4096, 64, 112, 112\).*2,674 views at most\. Set finetune\.accumulate"
     with pytest.raises(ConfigError, match=text):
