@@ -28,8 +28,8 @@ from fastsuncet.evaluation import encoder as encoders
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import existing_folder, image_list, image_tree
+from pipelines.datasets.in_memory import pixel_index
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.string_table import Names
 from pipelines.sampling.augmentation import Center
 
 # A folder, files, files with their classes, or pixels (N, H, W, 3) uint8.
@@ -127,8 +127,7 @@ def _opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
     if isinstance(images, np.ndarray):
         require_pixels(images)
         names = list(map(str, range(len(images))))
-        sizes = np.tile(np.array(images.shape[1:3], np.int32), (len(images), 1))
-        return ImageIndex(None, Names.of(names), np.full(len(images), -1), (), sizes, pixels=images), names
+        return pixel_index(names, np.full(len(images), -1), (), images), names
     if isinstance(images, (str, Path)):
         index = image_tree(images, upright=upright)
         return index, [index.name(i) for i in range(len(index))]

@@ -22,7 +22,7 @@ from pipelines import atomic_files
 from pipelines.backend import cores
 from pipelines.data_errors import DataError
 from pipelines.datasets.csv_labels import plain, with_csv_labels
-from pipelines.datasets.folders import image_folder, image_tree
+from pipelines.datasets.folders import existing_folder, image_folder, image_tree
 from pipelines.datasets.image_headers import EXTENSIONS
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import INDEX, open_pack
@@ -38,8 +38,7 @@ def look(folder: Path, labels: Path | None) -> Survey:
 
     Raises DataError: no folder, no images, a wrong line of the CSV, only unreadable images.
     """
-    if not folder.is_dir():
-        raise DataError(f"no data folder {folder.absolute()}" + (": it is a file" if folder.exists() else ""))
+    existing_folder(folder.absolute())
     data, validation = {"kind": "images", "root": str(folder)}, None
     if (folder / INDEX).is_file() or any(folder.glob("*.tar")):
         index = open_pack(str(folder), upright=True)
