@@ -217,8 +217,6 @@ def test_fused_network_trains_as_the_plain_one_also_in_a_graph():
     assert captured.item() == pytest.approx(loss.item(), rel=1e-3)
 
 
-def test_bench_times_lars_as_a_graph(capsys, monkeypatch):
-    # What torch.compile makes is timed elsewhere: it takes its minutes.
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+def test_bench_times_lars_as_a_graph(capsys):
     assert run.main(["lars", "--quick", "--device", "cuda"]) == 0
     assert lars.GRAPH in (said := capsys.readouterr().out) and lars.LIMIT in said and "launched" not in said

@@ -111,6 +111,18 @@ def test_check_blames_only_the_bad_files_among_many_batches(tmp_path, reader, mo
     assert started == [4, 1, 1, 4, 1, 1, 1, 4, 1]
 
 
+@pytest.mark.gpu
+def test_check_on_a_gpu_finds_what_it_finds_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "_BATCH", 4)
+    for i in range(9):
+        path = write_image(tmp_path / f"{i}.jpg", 60 + i, 50)
+        if i in (1, 2, 8):
+            cut_short(path)
+    on_gpu, on_cpu = (check(image_tree(tmp_path), "dali", device=device) for device in ("gpu", "cpu"))
+    assert on_gpu.bad == on_cpu.bad == dict.fromkeys([1, 2, 8], "a truncated JPEG: its end is missing")
+    assert on_gpu.sizes.tolist() == on_cpu.sizes.tolist()
+
+
 def test_check_decodes_fewer_large_images_at_a_time(tmp_path, monkeypatch):
     sizes = np.array([[9000, 9000], *[[1000, 1000]] * 40, [3000, 4000], *[[10, 10]] * 33], np.int32)
     index = ImageIndex(tmp_path, [f"{i}.png" for i in range(75)], np.full(75, -1), (), sizes)

@@ -107,12 +107,14 @@ def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
     assert names[:3] == ["imagenet", "profile", "feed"]
     assert sum(part.limit for part in PARTS) <= 45 and max(part.limit for part in PARTS) <= 8
     assert workloads.PARTS.keys() <= set(names)
-    command = PARTS[0].command(Options("cuda", False, Path("folder"), Path("found")))
-    settings = command.index("--against") + 1
-    assert tuple(command[settings : settings + 2]) == gpu_suite.FAST
+    options = Options("cuda", False, Path("folder"), Path("found"))
+    commands = [part.command(options) for part in PARTS]
+    assert all(gpu_suite.AS_A_RUN in words for words in commands if words[1] == "step")
+    settings = commands[0].index("--against") + 1
+    assert tuple(commands[0][settings : settings + 2]) == gpu_suite.FAST
 
 
-@pytest.mark.parametrize("part", ["feed", "profile"])
+@pytest.mark.parametrize("part", ["feed", "profile", "start"])
 def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images, capsys):
     torch.set_num_threads(1)
     path = tmp_path / "found.json"

@@ -84,6 +84,14 @@ def test_time_in_turns_rotates_and_does_not_count_the_warmup(events):
     assert harness.seconds_of(contenders["a"], "cuda", 20) == pytest.approx(1e-3)
 
 
+def test_seconds_until_launched_begin_behind_an_empty_queue(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("empty"))
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: len(seen))
+    assert harness.seconds_until_launched(lambda: seen.append("launched"), "cuda", 2) == 1
+    assert seen == ["empty", "launched"] * 2
+
+
 def test_ratios_are_taken_within_each_round():
     assert ratios([2, 9, 4], [1, 3, 4]) == [2, 3, 1]
 

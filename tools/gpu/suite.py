@@ -13,9 +13,9 @@ folder of PYTHONPATH; `fastsuncet doctor` says what is missing. Without DALI tor
 report says so. The view operator needs a compiler and DALI's headers, or is built elsewhere with the
 same DALI: python -m pipelines.dali.view_operator --prebuilt.
 
-Where a machine is lent for minutes: --minutes 4 --only imagenet profile feed; then --only tests lars losses; then
---only resume cifar; then --only ladder, which compares as many settings as it has time for, on every GPU. Each call
-needs a PREFIX of its own. A process needs ten seconds until its first kernel.
+Where a machine is lent for minutes, three calls, each with a PREFIX of its own: --minutes 8 --only imagenet profile
+feed start; CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment of --minutes 1.5 --only profile; --minutes 5 --only tests
+resume lars losses. The part ladder compares as many settings as it has time for, on every GPU.
 
 The exit code is 0 if every part that was started succeeded, 2 if none could be started (no GPU, no folder to write to),
 else 1.
@@ -141,10 +141,11 @@ PARTS = (
     ),
     Part("profile", 2, "where the time of a step goes, fixed and end to end", workload("profile")),
     Part("feed", 2, "the loader alone", workload("feed")),
+    Part("start", 3, "what a run does until its first updates", workload("start")),
     Part("tests", 3.5, "the tests that need a GPU", gpu_tests),
     Part("resume", 2, "a continued run against a whole one, to the bit", workload("resume")),
     Part("ladder", 8, "what makes a run faster: fastsuncet tune", tune),
-    Part("cifar", 1.5, "ResNet-50 with the CIFAR stem at 32 pixels", step("digits_demo", CIFAR)),
+    Part("cifar", 1.5, "ResNet-50 with the CIFAR stem at 32 pixels", step("digits_demo", CIFAR, AS_A_RUN)),
     Part("lars", 1, "a LARS step", bench("lars", "--rounds", "9")),
     Part("losses", 1, "SuNCEt, NT-Xent and PAWS", bench("contrast", "--rows", "1024", "8192")),
 )

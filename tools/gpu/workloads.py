@@ -3,15 +3,19 @@
     resume    a run that is continued from a checkpoint ends as the whole run does, to the bit
     feed      how fast the loader alone is, by operator, JPEG engine and threads
     profile   our step under torch's profiler, on a fixed batch and end to end
+    start     when the first run on a machine and another one print what, and the calls of the latter
 
 The images are generated: a bare machine has no data sets. The exit code is 1 if results are wrong.
 """
 
+import os
+import pstats
 import shutil
+import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from itertools import cycle, product, repeat
+from itertools import chain, cycle, product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +58,13 @@ CIFAR = (
     "meta.precision=bf16 meta.threads=null optimization.warmup=0",
     "model.name=resnet_tiny model.hidden=64 "
     "criterion.unsupervised_batch_size=16 criterion.supervised_imgs_per_class=2",
+)
+# The paper's share of one of 64 GPUs, 128 views, which has every fast path:
+START = (
+    "data.split.file=null criterion.unsupervised_batch_size=44 criterion.supervised_imgs_per_class=2 "
+    "optimization.warmup=0 optimization.steps=40 logging.log_every=20 checkpoint.every_epochs=null",
+    "model.name=resnet_tiny data.augmentation.size=32 data.augmentation.blur=0 "
+    "criterion.unsupervised_batch_size=8 criterion.supervised_imgs_per_class=2",
 )
 RESUME = (
     "data.split.fraction=null optimization.steps=10 optimization.warmup=0 "
@@ -168,7 +179,7 @@ def resume(report: Report, folder: Path, device: str, small: bool) -> int:
 CLOCKS = {
     "cuda": "ms a step, CUDA events",
     "cpu": "CPU ms a step, all threads of the process",
-    "thread": "CPU ms a step, the thread that starts it",
+    "host": "ms until the host has launched a step",
 }
 
 
@@ -194,9 +205,10 @@ def profile(report: Report, folder: Path, device: str, small: bool) -> int:
                 call()
             clocks = {
                 clock: 1e3 * harness.seconds_of(call, clock, 2 * steps)
-                for clock in dict.fromkeys((device, "cpu", "thread"))
+                for clock in dict.fromkeys((device, "cpu"))
             }
-            points.append({"name": way, **clocks})
+            host = 1e3 * harness.seconds_until_launched(call, device, 2 * steps)
+            points.append({"name": way, **clocks, "host": host})
             report.save(points=points)  # the next one can end the process
             with torch.profiler.profile(activities=[activity]) as recorded:
                 for _ in range(ahead + steps):
@@ -216,7 +228,34 @@ def profile(report: Report, folder: Path, device: str, small: bool) -> int:
     return report.finish([table], notes=[note, *bench.notes], points=points)
 
 
-PARTS = {part.__name__: part for part in (feed, resume, profile)}
+def start(report: Report, folder: Path, device: str, small: bool) -> int:
+    """Run `fastsuncet train` with an empty cache, then again under Python's profiler; time what it prints."""
+    words, points, wrong, calls = overrides(START, folder, device, small), [], [], folder / "start.pstats"
+    # A rehearsal does not compile the view operator anew.
+    cache = {} if small else {"FASTSUNCET_CACHE": str(folder / "cache")}
+    for name, profiler in (("first", ()), ("second", ("-m", "cProfile", "-o", str(calls)))):
+        command = [sys.executable, "-u", *profiler, "-m", "fastsuncet", "train", "in1k_10pct", *words]
+        options: dict[str, Any] = {"env": {**os.environ, **cache}, "text": True, "stderr": subprocess.STDOUT}
+        began, before = time.perf_counter(), 0.0
+        command.append(f"logging.write_tag={name}")
+        with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:
+            for line in chain(process.stdout or (), ["the end"]):
+                seconds = time.perf_counter() - began
+                if seconds - before > 0.1:  # of lines that come together the first
+                    points.append({"name": name, "seconds": seconds, "line": line.strip()[:100]})
+                before = seconds
+        report.save(points=points)
+        if process.returncode:
+            wrong.append(f"the {name} run ended with exit code {process.returncode}")
+    print("```")
+    pstats.Stats(str(calls)).sort_stats("cumulative").print_stats("fastsuncet|pipelines|torch", 40)
+    print("```\n")
+    columns = [("run", "name", str), ("seconds", "seconds", "{:.1f}".format), ("line", "line", str)]
+    table = harness.table("what two runs print, the second one under cProfile", points, columns)
+    return report.finish([table], wrong=wrong, points=points)
+
+
+PARTS = {part.__name__: part for part in (feed, resume, profile, start)}
 
 
 def main(arguments: list[str] | None = None) -> int:
