@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import os
 import string
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -79,17 +80,18 @@ def _missing(name: str, root: Path | None, meant: Sequence[str]) -> str:
 def _meant(files: Iterable[str], missing: Sequence[str]) -> dict[str, list[str]]:
     """Return for each missing name the files, at most three, that it can mean.
 
-    Those have its last part and as many of its folders as any other file, whatever the case, "\\" for "/" and the
-    Unicode form.
+    Those have its last part and as many of its folders as any other file, whatever the case, "\\" for "/", the Unicode
+    form, spaces around it and an ending that it lacks.
     """
 
     def parts(name: str) -> list[str]:
-        return plain(name).replace("\\", "/").split("/")[::-1]
+        return plain(name).strip().replace("\\", "/").split("/")[::-1]
 
     found: dict[str, list[str]] = {parts(name)[0]: [] for name in missing}
     for file in files if missing else ():
-        if (alike := found.get(parts(file)[0])) is not None:
-            alike.append(file)
+        last = parts(file)[0]
+        for key in {last, os.path.splitext(last)[0]} & found.keys():
+            found[key].append(file)
 
     def nearest(wanted: list[str]) -> list[str]:
         alike = found[wanted[0]]
@@ -147,6 +149,8 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
                 elif not name or not label:
                     missing = "label" if name else "file name"
                     wrong.append((line, f"no {missing}: write one, or remove the line"))
+                elif "\n" in label or "\r" in label:
+                    wrong.append((line, "the label has a line break in it: is a quote not closed?"))
                 else:
                     rows.append((line, name, label))
     except OSError as error:

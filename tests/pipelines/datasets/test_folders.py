@@ -283,6 +283,8 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
         " Its letters have another Unicode form: copy the name from `ls`",
         "new.jpg,cat": f"new.jpg is newer than the index of {tree}: `fastsuncet data check CONFIG` adds it",
         "./1.jpg,cat": f"no image ./1.jpg under {tree}; did you mean 1.jpg?",
+        "1.jpg ,cat": f"no image 1.jpg  under {tree}; did you mean 1.jpg?",
+        "x/2,cat": f"no image x/2 under {tree}; did you mean x/2.jpg?",
         "5.heic,cat": "5.heic is of a kind that is not read: convert it to JPEG or PNG",
     }
     csv = table(tmp_path / "labels.csv", "file,label", *lines)
@@ -291,7 +293,7 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
     with pytest.raises(DataError) as error:
         with_csv_labels(index, csv)
     wrong = [f"  line {line}: {said}" for line, said in enumerate(lines.values(), 2) if said]
-    assert str(error.value).splitlines() == [f"{csv} has 15 wrong lines:", *wrong]
+    assert str(error.value).splitlines() == [f"{csv} has 17 wrong lines:", *wrong]
 
 
 def test_a_long_list_of_wrong_lines_is_cut_and_counted(tree, tmp_path):
@@ -314,6 +316,10 @@ def test_a_long_list_of_wrong_lines_is_cut_and_counted(tree, tmp_path):
         (b"file,label\n1.jpg,caf\xe9\n", "not a CSV in UTF-8"),
         ("file,label\n".encode("utf-16"), r"\(byte 0xff on line 1\): save it as UTF-8"),
         (b'file,label\n1.jpg,"cat"x\n', "not a CSV"),
+        (
+            b'file,label\n1.jpg,"cat\nx/2.jpg,dog"\n',
+            "line 3: the label has a line break in it: is a quote not",
+        ),
         (b'file,label\n"1.jpg,cat\n', r"Is a quote not closed\?"),
     ],
 )
