@@ -7,6 +7,7 @@ A finished folder is not trained again, only printed. One that was stopped is co
 """
 
 import hashlib
+import math
 import os
 from pathlib import Path
 
@@ -84,8 +85,7 @@ def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, s
             known = int(learned_labels(encoder, config, images.train)[labeled(images)].sum())
         elif encoder.trained is not None:
             shown, known = left_to_judge(images, Path(encoder.source), place)
-        if place.on_gpu and config.meta.channels_last:
-            require_int32(sized, place, encoder)
+        require_norm(sized, place, encoder)
         job = FineTuningJob(sized, place, shown, encoder, several, known)
         record, result, new = job.run(signals, heading(job, brief=bool(records)), say)
         records.append(record)
@@ -99,11 +99,23 @@ def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, s
         say(line)
 
 
-def require_int32(config: Config, place: Place, encoder: Encoder) -> None:
-    """Raise ConfigError for a pass that torch's BatchNorm cannot count on a GPU; `config` is of `resolve_sizes`."""
-    from fastsuncet.tuning import paths  # and with it every kernel
+def require_norm(config: Config, place: Place, encoder: Encoder) -> None:
+    """Raise ConfigErrors for a pass of one value a channel, and on a GPU for more than torch's BatchNorm can count.
 
-    images = sizes(config)[0] // (place.world_size * config.finetune.accumulate)
-    cost = network_cost(encoder.name, encoder.stem, config.data.augmentation.size)
-    fix = "Set finetune.accumulate, use more GPUs or a smaller batch"
-    paths.require_int32("finetune.batch_size", cost.norm_shapes(images), fix)
+    `config` is of `resolve_sizes`.
+    """
+    images, size = (
+        sizes(config)[0] // (place.world_size * config.finetune.accumulate),
+        config.data.augmentation.size,
+    )
+    cost = network_cost(encoder.name, encoder.stem, size)
+    if images == 1 and any(math.prod(shape) == shape[1] for shape in cost.norm_shapes(1)):
+        text = (
+            f"gives a pass one image of {size} pixels, one value a channel for BatchNorm: give it two or more"
+        )
+        raise config.error("finetune.batch_size", text)
+    if place.on_gpu and config.meta.channels_last:
+        from fastsuncet.tuning import paths  # and with it every kernel
+
+        fix = "Set finetune.accumulate, use more GPUs or a smaller batch"
+        paths.require_int32("finetune.batch_size", cost.norm_shapes(images), fix)

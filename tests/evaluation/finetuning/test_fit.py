@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.commands.finetune import require_int32
-from fastsuncet.config import Config
+from fastsuncet.commands.finetune import require_norm
+from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
@@ -354,5 +354,12 @@ def test_pass_that_overflows_batchnorms_index_is_refused(tmp_path):
     encoder = Encoder(nn.Identity(), 512, "resnet18", "imagenet", "here")
     text = r"finetune\.batch_size.*\(4096, 64, 112, 112\).*2,674 views at most\. Set finetune\.accumulate"
     with pytest.raises(ConfigError, match=text):
-        require_int32(config, place, encoder)
-    require_int32(with_sizes(config, accumulate=2), place, encoder)
+        require_norm(config, place, encoder)
+    config = with_sizes(config, accumulate=2)
+    require_norm(config, place, encoder)
+    one = with_sizes(config, accumulate=4096)
+    require_norm(one, place, encoder)
+    with pytest.raises(
+        ConfigErrors, match="a pass one image of 32 pixels, one value a channel for BatchNorm"
+    ):
+        require_norm(one.with_values({"data.augmentation.size": 32}), place, encoder)
