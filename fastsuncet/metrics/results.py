@@ -47,6 +47,27 @@ FREE = (
 )
 
 
+class EncoderRecord(BaseModel):
+    """What a record can say of its encoder: nothing but the source of a file of another program."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    source: str | None = None
+    step: int | None = None
+    epoch: FiniteFloat | None = None
+    method: str | None = None
+    ledger: dict[str, FiniteFloat] | None = None
+
+
+class LabelsRecord(BaseModel):
+    """What a record can say of the labels that were learned from."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    fraction: FiniteFloat | None = None
+    count: int | None = None
+
+
 class Record(BaseModel):
     """The required keys of a record, which can hold further ones."""
 
@@ -55,8 +76,8 @@ class Record(BaseModel):
     kind: Literal["finetune", "knn", "npi", "linear", "accuracy", "transfer"]
     metrics: dict[str, FiniteFloat] = Field(min_length=1)
     images: PositiveInt
-    labels: dict
-    encoder: dict
+    labels: LabelsRecord
+    encoder: EncoderRecord
     setting: dict
     run: str
     versions: dict

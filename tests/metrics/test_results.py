@@ -73,6 +73,8 @@ WRONG = [
     ({"metrics": {"top1": float("nan")}}, "metrics.top1: .*nan"),
     ({"images": 0}, "images: .*greater than 0"),
     ({"encoder": None}, "encoder"),
+    ({"encoder": {"step": "10"}}, "encoder.step: .*valid integer, not '10'"),
+    ({"labels": {"fraction": "half"}}, "labels.fraction: .*'half'"),
 ]
 
 
