@@ -195,4 +195,4 @@ def csv_table(rows: Iterable[Sequence[Any]]) -> bytes:
     """Return rows as CSV; None is an empty cell, and floats keep all their digits."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()
+    return text.getvalue().encode(errors="surrogateescape")  # names of folders are bytes

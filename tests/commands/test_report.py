@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from PIL import Image
 from fastsuncet import versions
 from fastsuncet.cli import main
 from fastsuncet.commands import report as reports
-from fastsuncet.commands.report import figures, report
+from fastsuncet.commands.report import figures, report, tables
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.commands.report.figures import unit
 from fastsuncet.commands.report.reading import read_runs
@@ -146,16 +147,47 @@ def test_unit_fits_the_largest_value(cost, largest, wanted):
     assert unit(cost, largest) == wanted
 
 
+def test_table_aligns_small_numbers_too():
+    assert tables.markdown(["a", "b"], [["x", "6.5e-05"]])[1] == "| --- | ---: |"
+
+
 def test_read_runs_recognizes_a_run_that_was_moved():
     run = make_run(Path("old"), "a", 0.5)
     Path("new").mkdir()
     for name in ("renamed", "a"):
         run = run.rename(Path("new", name))
         assert [curve.run for curve in read_runs([run])[0]] == [str(run)]
+    new = make_run(Path("old"), "a", 0.6)  # in the place of the moved one
+    assert {curve.run: curve.points[0].metrics["top1"] for curve in read_runs([run, new])[0]} == {
+        str(run): 0.5,
+        str(new): 0.6,
+    }
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("\nmodel:\n", "\nmodel:\n  tomorrow: 1\n"))
     with pytest.raises(ConfigErrors, match=r"config\.yaml:\d+: model\.tomorrow"):
         read_runs([run])
+
+
+def test_report_draws_and_lists_a_run_of_any_name_once():
+    names = [os.fsdecode(b"\xff$\\frac$"), "<b>\n|"]
+    runs = [make_run(Path("runs"), f"run{i}", 0.5, 0.6).rename(name) for i, name in enumerate(names)]
+    Path("link").symlink_to(runs[0])
+    path = report([*runs, Path("link")], Path("out"), baseline=runs[0])
+    assert "| SimCLR + SuNCEt, \\<b> \\| |" in path.read_text() and "their mean" not in path.read_text()
+    assert b"\xff$" in Path("out", "points.csv").read_bytes()
+    assert ">SimCLR + SuNCEt, ?$" in Path("out", "finetune-10-labels-top1.svg").read_text()
+
+
+def test_read_runs_takes_lines_of_metrics_that_hold_anything():
+    run = make_run(Path("runs"), "a")
+    lines = [KNN, KNN | {"seconds": "soon"}, KNN | {"knn_accuracy": None}, {"epoch": 1}]
+    lines = [{"step": step, "kind": "knn", **line} for step, line in enumerate(lines, 1)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (curve,) = read_runs([run])[0]
+    assert [("hours" in point.costs, point.metrics["knn"]) for point in curve.points] == [
+        (True, 0.5),
+        (False, 0.5),
+    ]
 
 
 def test_report_refuses_with_a_message_and_writes_nothing(runs, capsys):

@@ -144,6 +144,8 @@ def test_join_lengths_keeps_seeds_apart_and_single_runs_whole():
     assert [(curve.seed, len(curve.points)) for curve in joined] == [(0, 5), (1, 5), (0, 2)]
     assert joined[0].run == "SimCLR-1000-0" and LENGTHS[0] not in dict(joined[0].settings)
     assert joined[2] == runs[-1]
+    (panel,) = arrange(joined, runs[0].run)  # a run of another length than the curve's last
+    assert panel.baseline is not None and panel.baseline.curves[0] == joined[0]
 
 
 # ---------------------------------------------------------------------------------------------- the paper's

@@ -27,12 +27,14 @@ class Tags(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.tags, self.fetched, self.text = [], [], ""
+        self.tags, self.fetched, self.ids, self.labels, self.text = [], [], [], [], ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.text += "" if tag == "wbr" else " "
+        self.ids += [value for key, value in attrs if key == "id"]
+        self.labels += [value for key, value in attrs if key == "aria-label"]
         self.fetched += [value for key, value in attrs if key in ("src", "href", "xlink:href", "data")]
 
     def handle_data(self, data):
@@ -86,6 +88,8 @@ def test_page_holds_everything_and_fetches_nothing(run):
     found = Tags(page.write_page(run, refresh=True).read_text())
     assert not {"script", "link", "iframe", "object", "b"} & set(found.tags)
     assert found.tags.count("svg") == 8 and found.tags.count("img") == 1
+    assert len(set(found.ids)) == len(found.ids) > 0
+    assert "losses; at the end: sum 8.5, nt_xent 5, suncet 3.5" in found.labels
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in found.fetched)
     assert [words for words in SHOWN if words not in found.text] == []
     assert f"{run}/checkpoints/step_00000020" in found.text
@@ -99,6 +103,11 @@ def test_page_names_a_collapse_and_labels_that_were_learned(run, plain):
     path = next((run / "results").glob("*.json"))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"learned": 9}))
     assert page.as_html(run).count("(too high: on labels that the network has learned from)") == 1
+
+
+def test_page_names_the_encoder_of_a_result_that_is_not_its_own(run, plain):
+    result(run, 20, 0.25, home=run.parent / "other")
+    assert f"encoder {run.parent / 'other'}, update 20" in Tags(page.as_html(run)).text
 
 
 def test_page_does_not_name_the_command_that_wrote_it(run, plain):
@@ -136,9 +145,11 @@ def test_page_killed_while_it_is_written_leaves_the_old_one(tmp_path, monkeypatc
     "spoil",
     [lambda path: path.symlink_to(path.parent.parent / "secret.png"), lambda path: path.write_text("secret")],
 )
-def test_page_takes_text_for_numbers_and_no_picture_behind_a_link(run, tmp_path, spoil):
-    texts = dict.fromkeys((*TRAIN, *NEW, *KNN), EVIL)
-    write_lines(run, *({"step": 20, "kind": kind, **texts} for kind in ("train", "knn")))
+def test_page_takes_anything_for_numbers_and_no_picture_behind_a_link(run, tmp_path, spoil):
+    for other in (None, float("nan"), EVIL):
+        values = dict.fromkeys((*TRAIN, *NEW, *KNN, "joules"), other)
+        write_lines(run, *({"step": 20, "kind": kind, **values} for kind in ("train", "knn")))
+        page.as_html(run)
     (run / "views.png").rename(tmp_path / "secret.png")
     spoil(run / "views.png")
     text = page.write_page(run).read_text()

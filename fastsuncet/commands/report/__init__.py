@@ -50,7 +50,10 @@ def report(
     where there is nothing to report, ConfigError for a metric or figure that does not exist, CheckpointError if the
     disk refuses.
     """
-    runs = list(dict.fromkeys([*runs, *([baseline] if baseline else [])]))
+    named: dict[Path, Path] = {}
+    for run in [*runs, *([baseline] if baseline else [])]:
+        named.setdefault(run.resolve(), run)
+    runs = list(named.values())
     curves, notes = read_runs(runs)
     if runs and not curves:
         raise DataError(
@@ -73,7 +76,7 @@ def report(
     for metric, (words, _) in zip(chosen, found):
         if metric == chosen[0] or metric not in ("top1", "top5"):  # the table of one has both
             lines += [*tables.markdown(*words), ""]
-    lines += [f"{note}." for note in notes] + ([""] if notes else [])
+    lines += [f"{note}." for note in dict.fromkeys(notes)] + ([""] if notes else [])
     lines += [*COSTS_NOTE, "", *_saved_section(panels, saved, baseline is not None)]
     if claimed:
         lines += ["## The paper's percentages", "", *paper.claims(), ""]
@@ -89,7 +92,8 @@ def report(
         path = output / "report.md"
         shown = [f"![{picture.stem}]({picture.name})\n" for picture in pictures if picture.suffix == ".png"]
         text = "\n".join([*lines, "## Pictures", "", *shown, problem]).rstrip() + "\n"
-        atomic_files.replace(path, text.encode(errors="replace"))  # folder names are bytes
+        # Names of folders are bytes, and can be HTML.
+        atomic_files.replace(path, text.replace("<", "\\<").encode(errors="replace"))
     say_line("\n".join(lines).rstrip())
     if problem:
         say_line(f"\n{problem}")

@@ -71,6 +71,7 @@ class Curve:
     # Of the config, without seeds: equal in runs that differ only in their seed.
     settings: tuple[tuple[str, Any], ...] = ()
     published: bool = False  # the paper's own
+    merged: tuple[str, ...] = ()  # runs of other lengths whose ends are points of this curve
 
     def at_steps(self, metric: str) -> list[Point]:
         """Return the points that have a step and `metric`."""
@@ -161,7 +162,9 @@ def join_lengths(curves: list[Curve]) -> list[Curve]:
             continue
         family.sort(key=lambda curve: curve.points[-1].step or 0)
         ends = tuple(curve.points[-1] for curve in family)
-        joined.append(replace(family[-1], points=ends, settings=rest))  # the curve has the longest run's name
+        others = tuple(curve.run for curve in family[:-1])
+        # The curve has the longest run's name.
+        joined.append(replace(family[-1], points=ends, settings=rest, merged=others))
     return joined
 
 
@@ -195,7 +198,9 @@ def _join_seeds(curves: list[Curve]) -> list[Group]:
                 break
         else:
             joined.append([curve])
-    return [Group(_name(members[0], joined), tuple(members)) for members in joined]
+    # A folder's name is bytes, and can have line breaks.
+    names = (_name(members[0], joined).encode(errors="replace").decode().split() for members in joined)
+    return [Group(" ".join(words), tuple(members)) for words, members in zip(names, joined)]
 
 
 def _name(first: Curve, joined: list[list[Curve]]) -> str:
@@ -216,7 +221,8 @@ def _name(first: Curve, joined: list[list[Curve]]) -> str:
 def _baseline(groups: list[Group], run: str | None) -> Group | None:
     if run is not None:
         home = Path(run).resolve()
-        return next((g for g in groups if home in [Path(curve.run).resolve() for curve in g.curves]), None)
+        homes = {name: g for g in groups for curve in g.curves for name in (curve.run, *curve.merged)}
+        return next((group for name, group in homes.items() if Path(name).resolve() == home), None)
     without = [group for group in groups if not group.curves[0].supervised]
     without = [group for group in without if not group.published] or without
     return without[0] if len(without) == 1 else None

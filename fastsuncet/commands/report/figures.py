@@ -4,6 +4,7 @@ Lines differ in three ways, for print, gray and color-blind readers: Okabe and I
 numbers give the same bytes: the files hold no dates and no random names.
 """
 
+import html
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,7 @@ STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
     "legend.frameon": False,
+    "text.parse_math": False,  # the name of a run can have a $
     "svg.fonttype": "none",  # text stays text: it can be searched, selected and read aloud
     "svg.hashsalt": "fastsuncet",
 }
@@ -93,7 +95,7 @@ def draw_panel(panel: Panel, metric: str, folder: Path, name: str = "") -> list[
         for axes in grid[len(costs) :]:
             axes.remove()
         figure.suptitle(f"{title[:1].upper()}{title[1:]} by {panel.measurement}", fontsize=11)
-        slug = re.sub(r"[^a-z0-9]+", "-", "-".join([*panel.measurement, metric]).lower()).strip("-")
+        slug = re.sub(r"[^\w.]+", "-", "-".join([*panel.measurement, metric]).lower()).strip("-")
         return write(figure, folder / (name or slug))
 
 
@@ -142,6 +144,7 @@ def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str
 def draw_lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
     """Return an SVG of label -> points by update, to stand in an HTML page as wide as a phone or wider.
 
+    A screen reader reads its title and where the curves end.
     Nothing but the curves has a color, so that a page can invert it.
     """
     # Pictures of one page share its names: without a salt of its own, one's clip path would cut another.
@@ -164,8 +167,11 @@ def draw_lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
             axes.legend(ncols=len(curves), columnspacing=1, handlelength=1.8, fontsize=8, **above)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]  # without the XML declaration
+    ends = ", ".join(f"{label} {points[-1][1]:.4g}" for label, points in curves.items())
+    image = f'<svg role="img" aria-label="{html.escape(f"{title}; at the end: {ends}")}"'
+    # Without the XML declaration, and the names of groups, which are the same in all pictures.
+    _, _, text = re.sub('<g id="[^"]*"', "<g", buffer.getvalue()).partition("<svg")
+    return image + text
 
 
 # --------------------------------------------------------------------------------------------------- compute saved

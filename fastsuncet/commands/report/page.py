@@ -19,8 +19,15 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands import export
 from fastsuncet.commands.prediction_page import html_page
-from fastsuncet.commands.report.curves import NAMES, scale
-from fastsuncet.commands.report.reading import compare_settings, measurement_of, require_run, variant
+from fastsuncet.commands.report.curves import NAMES
+from fastsuncet.commands.report.reading import (
+    compare_settings,
+    home_of,
+    measurement_of,
+    numbers,
+    require_run,
+    variant,
+)
 from fastsuncet.config import Config, flat, load_config
 from fastsuncet.config.schema import DEFAULTS
 from fastsuncet.errors import CheckpointError
@@ -100,8 +107,7 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     config, status = load_config(run / "config.yaml"), atomic_files.read_object(run / "status.json")
     lines = writer.read(run / writer.JSONL) if (run / writer.JSONL).is_file() else []
     of = {kind: [line for line in lines if line["kind"] == kind] for kind in ("chosen", "train", "knn")}
-    # Another program can have written text where numbers belong.
-    of |= {kind: [_numbers(line) for line in of[kind]] for kind in ("train", "knn")}
+    of |= {kind: [numbers(line) for line in of[kind]] for kind in ("train", "knn")}
     of["knn"] = [line for line in of["knn"] if "knn_accuracy" in line]
     problem = ""
     try:
@@ -119,7 +125,7 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     parts += [f'<p class="warning">{html.escape(text)}</p>' for text in warnings if text]
     parts.append(_facts(_now(of["train"], of["knn"], meta)))
     parts += ["<h2>Curves by update</h2>", _curves(config, of["train"], of["knn"])]
-    parts += ["<h2>Results</h2>", _results(run)]
+    parts += ["<h2>Results</h2>", _results(run, config)]
     parts += ["<h2>Weights</h2>", *_weights(run, config)]
     parts += ["<h2>Views</h2>", _views(run)]
     values = flat(config.canonical())
@@ -131,17 +137,13 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     return html_page(name, STYLE, "\n".join(parts), head=again)
 
 
-def _numbers(line: Json) -> Json:
-    return {key: value for key, value in line.items() if value is None or type(value) in (int, float)}
-
-
 def _text(value: Any) -> str:
     """Return a value as people write it: 4 digits of a number below 1,000, - for none."""
     if value is None:
         return "-"
     if type(value) not in (int, float):
         return str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or float(value).is_integer() else f"{value:.4g}"
 
 
 def _facts(rows: Iterable[tuple[str, Any]]) -> str:
@@ -173,7 +175,7 @@ def _now(train: list[Json], knn: list[Json], meta: Json) -> list[tuple[str, Any]
     rows += [("time of training", _duration(last.get("seconds"))), ("petaFLOPs", last.get("petaflops"))]
     if "joules" in last:
         rows.append(("energy of the GPUs, kWh", last["joules"] / 3.6e6))
-    if total and step and step < total:
+    if total and step and step < total and "seconds" in last:
         rows.append(("time left", _duration(last["seconds"] / step * (total - step))))
     return rows
 
@@ -207,9 +209,10 @@ def _curves(config: Config, train: list[Json], knn: list[Json]) -> str:
     ]
     drawn = []
     for title, lines, keys, factor in panels:
-        lines = lines[:: -(-len(lines) // POINTS) or 1]
+        every = -(-len(lines) // POINTS) or 1
+        lines = lines[(len(lines) - 1) % every :: every]  # to the last one
         curves = {
-            label: [(line["step"], factor * line[key]) for line in lines if line.get(key) is not None]
+            label: [(line["step"], factor * line[key]) for line in lines if key in line]
             for key, label in keys.items()
         }
         if curves := {label: points for label, points in curves.items() if points}:
@@ -217,7 +220,7 @@ def _curves(config: Config, train: list[Json], knn: list[Json]) -> str:
     return f'<div class="curves">{"".join(drawn)}</div>' if drawn else "<p>No metrics yet.</p>"
 
 
-def _results(run: Path) -> str:
+def _results(run: Path, config: Config) -> str:
     """Return the evaluations in the run's folder, each with what distinguishes it from the others."""
     records = read_results(run)
     splitting, _ = compare_settings(records)
@@ -225,13 +228,14 @@ def _results(run: Path) -> str:
     for record in records:
         kind = measurement_of(record)
         metrics = (
-            f"{NAMES.get(name, name)} {scale(name) * value:.2f}\u00a0%"
-            for name, value in record["metrics"].items()
+            f"{NAMES.get(name, name)} {100 * value:.2f}\u00a0%" for name, value in record["metrics"].items()
         )
         known = " (too high: on labels that the network has learned from)" if record.get("learned") else ""
         parts = [str(kind), tuning_of(record), variant(record, splitting[kind])]
-        step = f"update {_text(record['encoder'].get('step'))}"
-        rows.append((", ".join(filter(None, [*parts, step])), ", ".join(metrics) + known))
+        home, step = home_of(record, run, config), record["encoder"].get("step")
+        parts.append(f"encoder {home}" if home != str(run) else "")
+        parts.append("" if step is None else f"update {_text(step)}")
+        rows.append((", ".join(filter(None, parts)), ", ".join(metrics) + known))
     if not rows:
         return "<p>None yet. <code>fastsuncet evaluate</code> and <code>finetune</code> write them.</p>"
     return _facts(rows)

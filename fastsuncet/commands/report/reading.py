@@ -51,7 +51,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         config = load_config(run / "config.yaml")
         homes.setdefault(run.resolve(), (str(run), methods.name(config), config))
         for record in found:
-            kind, home, one = measurement_of(record), home_of(record, run), record["encoder"]
+            kind, home, one = measurement_of(record), home_of(record, run, config), record["encoder"]
             if Path(home).resolve() not in homes:
                 homes[Path(home).resolve()] = _other_run(home, record)
             tag = tuning_of(record) if "finetuned" in record["setting"] else None
@@ -92,11 +92,19 @@ def _online(run: Path, config: Config) -> Iterator[tuple[Measurement, Point]]:
     split = config.data.split
     known = labels_text({"kind": "all" if split.kind == "none" else split.kind, "fraction": split.fraction})
     labels = known or f"labels of {Path(split.file or config.data.csv or split.kind).name}"
-    for line in writer.read(run / writer.JSONL, KNN) if (run / writer.JSONL).is_file() else ():
+    lines = writer.read(run / writer.JSONL, KNN) if (run / writer.JSONL).is_file() else []
+    for line in map(numbers, lines):
+        if not {"knn_accuracy", "knn_supports"} <= line.keys():
+            continue
         metrics = {KNN: line["knn_accuracy"], **{key: line[key] for key in RANKS if key in line}}
         # Of a draw of labels, the number differs from seed to seed, and seeds must stay comparable.
         counted = f"{line['knn_supports']:,} supports" if split.kind in ("none", "all") else ""
         yield Measurement(ONLINE, labels, counted), point(line["step"], line.get("epoch"), line, metrics)
+
+
+def numbers(line: Json) -> Json:
+    """Return the numbers of a metrics line: another program can have written anything else in their place."""
+    return {key: value for key, value in line.items() if type(value) in (int, float)}
 
 
 def require_run(folder: Path) -> None:
@@ -154,8 +162,11 @@ def variant(record: Json, splitting: set[str]) -> str:
     )
 
 
-def home_of(record: Json, run: Path) -> str:
-    """Return the run whose encoder was evaluated, or the file of the encoder; `run` if the record names no other."""
+def home_of(record: Json, run: Path, config: Config) -> str:
+    """Return the run whose encoder was evaluated, or the file of the encoder; `run` if the record names no other.
+
+    `config` is that of `run`.
+    """
     source = record["encoder"].get("source")
     if not source:
         return str(run)
@@ -168,8 +179,11 @@ def home_of(record: Json, run: Path) -> str:
         return str(run) if inside else source
     if home.parent.name == FINETUNED:  # RUN/finetune/TAG: the encoder is the run's
         home = home.parent.parent
-    # A run that was moved or renamed is recognized by its name, now or when it was evaluated.
-    known = home.name in (run.resolve().name, record["run"]) and not home.is_dir()
+    # A run that was moved, copied or renamed is recognized by its name, now or when it was evaluated. Another run can
+    # have taken its place since.
+    known = home.name in (run.resolve().name, record["run"]) and (
+        not home.is_dir() or home == config.run_folder
+    )
     return str(run) if known or home.resolve() == run.resolve() else str(home)
 
 
@@ -186,7 +200,7 @@ def point(step: int | None, epoch: float | None, ledger: Json, metrics: dict[str
     """Return an evaluation with the costs that its ledger knows."""
     seconds = ledger.get("seconds")
     known = {**ledger, "epochs": epoch, "hours": None if seconds is None else seconds / 3600}
-    return Point(step, {name: known[name] for name in COSTS if known.get(name) is not None}, metrics)
+    return Point(step, {name: known[name] for name in COSTS if known.get(name)}, metrics)
 
 
 def mean_of(evaluations: Sequence[Point]) -> Point:

@@ -9,7 +9,7 @@ from fastsuncet.commands.report.curves import COSTS, NAMES, Curve, Panel, Seeds,
 from fastsuncet.metrics.rankme import RANKS
 
 HEADS = {"petaflops": "petaFLOPs", "top1": "top-1, %", "top5": "top-5, %", "knn": "KNN, %"}
-NUMBER = re.compile(r"-|[-+]?[\d,.e+]+( %)?( \(.*\))?")
+NUMBER = re.compile(r"-|[-+]?[\d,.e+-]+( %)?( \(.*\))?")
 Table = tuple[Sequence[str], list[list[Any]]]
 
 
