@@ -134,9 +134,6 @@ def rounded(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# The document
-
-
 def test_document_has_28_rows_and_two_of_paws_with_commands_and_says_which_were_run():
     assert [row[0] for row in ROWS] == [*map(str, range(1, 29)), "all", "29", "30"]
     assert sorted(COMMANDS) == list(range(1, 31))
@@ -192,9 +189,6 @@ def test_document_command_is_valid(line, started, capsys):
     assert started == [name]
     figure = words[words.index("--paper") + 1] if "--paper" in words else paper.TEN
     assert figure in paper.figures()
-
-
-# The configs
 
 
 @pytest.mark.slow

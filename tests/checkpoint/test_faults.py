@@ -68,9 +68,6 @@ def require_next(name: str, folder: Path, number: int) -> None:
     assert not list(folder.rglob(".tmp-*"))
 
 
-# --------------------------------------------------------------------------------------- kill and power cut
-
-
 @pytest.mark.parametrize(("name", "before", "number"), CASES)
 def test_crash_at_every_call_leaves_the_old_content_or_the_new(tmp_path, name, before, number):
     writer, found = WRITERS[name], set()
@@ -102,9 +99,6 @@ def test_power_cut_after_make_folder_leaves_it_and_its_parents(tmp_path):
     with watch(folder, lambda watched: None) as watched:
         atomic_files.make_folder(folder / "runs" / "name" / "checkpoints")
     assert all((disk / "runs/name/checkpoints").is_dir() for _, disk in watched.disks(tmp_path))
-
-
-# ------------------------------------------------------------------------------------------------------- disk
 
 
 def assert_refused_and_untouched(folder: Path, step: int, *words: str, rows: int = 64) -> None:
@@ -159,9 +153,6 @@ def test_disk_that_refuses_a_save_keeps_what_was_there(small_disk, monkeypatch, 
         (folder / "rubbish").unlink()
         save(folder, 2, rows=64)
         assert load_silently(folder).step == 2
-
-
-# ------------------------------------------------------------------------------------------------ file server
 
 
 ERRORS = (errno.EIO, errno.ESTALE)

@@ -155,9 +155,6 @@ def test_format_that_is_newer_is_refused_and_no_older_one_used(tmp_path, monkeyp
         newest(tmp_path)
 
 
-# ------------------------------------------------------------------------------------- what is stored
-
-
 def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 

@@ -136,9 +136,6 @@ def test_good_checkpoints_are_listed_in_order_without_damaged_ones(tmp_path):
     assert manager.good_checkpoints(tmp_path / "nowhere") == []
 
 
-# ------------------------------------------------------------------------------------------ how many are kept
-
-
 def test_save_keeps_the_newest_and_does_not_count_a_damaged_one(tmp_path):
     for step in (0, 1, 2, 3):
         save(tmp_path, step, keep=3)

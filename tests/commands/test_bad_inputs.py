@@ -71,7 +71,6 @@ def files(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-# --------------------------------------------------------------------------------------------------------- the table
 def table(*rows: str) -> Callable[[], object]:
     return lambda: LABELS.write_text("".join(f"{row}\n" for row in rows))
 

@@ -53,7 +53,6 @@ def python(code: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, **options)
 
 
-# ------------------------------------------------------------------------------------------------ as a process
 FOLDER_DATA = "data.kind=image_folder"
 MISSING = {
     "data.root": (FOLDER_DATA, "data.root=/nowhere/images"),
@@ -114,7 +113,6 @@ def test_main_goes_on_without_a_standard_output(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: a config has no key zzz")
 
 
-# ------------------------------------------------------------------------------------------------------- what it reads
 @pytest.mark.parametrize(
     "words",
     [
@@ -237,7 +235,6 @@ def test_every_path_of_a_command_line_takes_a_tilde():
                 assert action.type("~/x.pth") == Path.home() / "x.pth", (name, action.dest)
 
 
-# ------------------------------------------------------------------------------------------------------ how it ends
 def os_error(number: int) -> OSError:
     return OSError(number, os.strerror(number), FILE)
 

@@ -66,7 +66,6 @@ def tiny(tmp_path) -> Path:
     return tmp_path / "run"
 
 
-# ------------------------------------------------------------------------------------------------- round trips
 @pytest.mark.slow
 def test_export_without_a_classifier_loads_strictly_with_equal_features(exported):
     vision, folder = torchvision.models.resnet18(), exported.paths["safetensors"]
@@ -140,7 +139,6 @@ def test_export_onnx_gives_the_features_in_onnxruntime(tmp_path):
         load_encoder(path)
 
 
-# ------------------------------------------------------------------------------------------------ what is written
 @pytest.mark.slow
 def test_export_record_describes_the_weights_that_load_encoder_reads(exported):
     for path in exported.paths.values():
@@ -290,7 +288,6 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
         export(tmp_path / "tiny", "onnx")
 
 
-# ------------------------------------------------------------------------------------------------ the end of a run
 @pytest.mark.slow
 def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path, capfd):
     config = small_config(tmp_path, "optimization.steps=2", "optimization.warmup=0")

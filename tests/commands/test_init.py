@@ -98,7 +98,6 @@ def test_init_rules_refuse_too_few_images():
         choose(surveyed("images 9 0 0 64", bad=7), CPU, 1, None)
 
 
-# ------------------------------------------------------------------------------------------- the command on folders
 @pytest.fixture
 def photos(tmp_path, monkeypatch) -> Path:
     """Twelve photos in a flat folder, eight of them labeled; a machine whose speed is not measured."""

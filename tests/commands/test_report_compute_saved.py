@@ -37,7 +37,6 @@ def by(found: list[Saving], cost: str, rule: str) -> list[Saving]:
     return [s for s in found if (s.cost, s.rule) == (cost, rule)]
 
 
-# ------------------------------------------------------------------------------------------------- by hand
 @pytest.mark.parametrize(
     ("values", "target", "linear", "checkpoint"),
     [
@@ -89,7 +88,6 @@ def test_cell_says_how_many_seeds_reached_it(theirs, ours, said):
     assert cell(by(saved(theirs, ours), "updates", "final")) == said
 
 
-# --------------------------------------------------------------------------------------------- properties
 ACCURACIES = st.lists(st.integers(0, 100), min_size=1, max_size=8).map(lambda v: [x / 100 for x in v])
 
 
@@ -106,7 +104,6 @@ def test_crossing_lies_between_the_right_checkpoints_and_grows_with_the_target(v
         assert late is None or linear <= late + 1e-12
 
 
-# ------------------------------------------------------------------------------------------- several lengths
 def as_runs(published: Curve, seed: int = 0) -> list[Curve]:
     """Return each point of a published curve as a run of that length, with an earlier and worse checkpoint."""
     runs = []
@@ -148,7 +145,6 @@ def test_join_lengths_keeps_seeds_apart_and_single_runs_whole():
     assert panel.baseline is not None and panel.baseline.curves[0] == joined[0]
 
 
-# ---------------------------------------------------------------------------------------------- the paper's
 OURS, SIMCLR = paper.RECIPES["SimCLR + SuNCEt", "10"], paper.RECIPES["SimCLR", "10"]
 CLAIMS = "\n".join(paper.claims())
 

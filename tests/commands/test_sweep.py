@@ -63,7 +63,6 @@ def states() -> list[str]:
     return [job_state(job).text for run in expanded(TWO) for job in run.jobs]
 
 
-# -------------------------------------------------------------------------------------------------- with real commands
 def test_sweep_trains_and_evaluates_once(capfd, monkeypatch):
     """What is done is skipped until something that its numbers depend on changes or a result is lost.
 
@@ -122,7 +121,6 @@ def test_sweep_dry_run_loads_no_torch():
     assert done.stderr == ""
 
 
-# --------------------------------------------------------------------------------------------- with scripted processes
 def test_sweep_runs_commands_in_order_and_only_once_unless_the_run_went_on(script):
     path = written(TWO)
     for _ in range(2):

@@ -19,7 +19,6 @@ from tests.support.sweeps import DIGITS, ROOT, TWO, expanded
 WRONG = wrong_files(Path(__file__).parent / "wrong_sweeps.txt")
 
 
-# ----------------------------------------------------------------------------------------------------------- the file
 @pytest.mark.parametrize("case", WRONG)
 def test_sweep_wrong_file(case):
     digits = f"{ROOT}/configs/digits_demo.yaml"
@@ -112,7 +111,6 @@ def test_as_yaml_reads_back(value):
     assert back == value and type(back) is type(value)
 
 
-# ------------------------------------------------------------------------------------------------------ which runs
 @given(st.integers(1, 40), st.integers(1, 50))
 def test_runs_of_task_every_run_exactly_once(count, tasks):
     runs = [Run(f"run{i}", ()) for i in range(count)]

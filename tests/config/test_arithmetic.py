@@ -59,7 +59,6 @@ def test_arithmetic_steps_and_warmup():
     assert load(GOOD.replace("epochs: 100", "steps: 7")).resolve(1, CIFAR10).steps == 7
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
 def refused(config: Config, *sizes) -> str:
     with pytest.raises(ConfigErrors) as caught:
         config.resolve(*sizes)
@@ -116,7 +115,6 @@ def test_arithmetic_takes_the_least_that_fits():
     assert len(cut.resolve(2, 1000).pieces(True)) == 128
 
 
-# --------------------------------------------------------------------------------------------------------- properties
 def values_of(batch: int) -> dict:
     return {
         "data": {"kind": "image_folder", "root": "/", "split": {"kind": "all"}},

@@ -52,7 +52,6 @@ def test_config_error_names_the_line():
     )
 
 
-# ----------------------------------------------------------------------------------------------- continuing a run
 def test_config_changed_key():
     """Each key either forbids continuing a run or is listed in FREE_ON_RESUME."""
     config = load()

@@ -92,7 +92,6 @@ def test_reader_missing_file(path, message):
         load_config(path)
 
 
-# ----------------------------------------------------------------------------------------------- base and overrides
 def write(name: str, text: str) -> None:
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text(text)
@@ -184,7 +183,6 @@ def test_reader_overrides():
     assert (config.model.output, config.model.hidden) == (64, 2048)
 
 
-# ---------------------------------------------------------------------------------------------- shipped configs
 def test_reader_shipped_config_is_found_by_its_name():
     """A file of the same name wins; a folder does not."""
     assert load_config("in1k_10pct") == load_config(SHIPPED / "in1k_10pct.yaml")

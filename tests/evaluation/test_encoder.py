@@ -50,7 +50,6 @@ def save_run(folder, config, *steps, model=None) -> torch.nn.Module:
     return model
 
 
-# ------------------------------------------------------------------------------------------------------------ runs
 def test_load_encoder_takes_a_run_its_checkpoints_or_one_of_them(tmp_path, config):
     """The checkpoint says which network it is; the config can be of another one."""
     model = save_run(tmp_path, config, 10, 20)
@@ -109,7 +108,6 @@ def test_load_encoder_names_the_shapes_that_do_not_fit(tmp_path, config):
         load_encoder(tmp_path, config)
 
 
-# ----------------------------------------------------------------------------------------------------------- files
 def wrapped(state: dict, how: str) -> dict:
     """Return `state` as trainers save it: with a prefix, below a key, next to an optimizer and an epoch."""
     prefix, _, key = how.partition(" in ")

@@ -58,7 +58,6 @@ def assert_near(found, expected, near):
         assert (a.double() - b.double()).norm() <= near * b.double().norm()
 
 
-# ---------------------------------------------------------------------------------------------------- equations
 temperatures = st.floats(math.log(0.01), math.log(10)).map(math.exp)
 batches = st.builds(
     lambda rows, width, classes, seed: (
@@ -158,7 +157,6 @@ def test_symmetric_sweep_is_precise_down_to_its_coldest(name, temperature):
     assert_near(found, truth(name, z, labels, temperature), 1e-5)
 
 
-# --------------------------------------------------------------------------------------------- authors' numbers
 @pytest.mark.parametrize("temperature", ["0.1", "0.5"])
 @pytest.mark.parametrize("precision", ["f64", "f32"])
 @pytest.mark.parametrize("version", [0, 1])
@@ -197,7 +195,6 @@ def test_sup_con_has_its_authors_numbers():
     assert two_views.item() == pytest.approx(float(arrays["supcon_2view_HEAD_tau0.1_loss"]), rel=3e-6)
 
 
-# ------------------------------------------------------------------------------------------------------- labels
 @given(batches, temperatures, st.randoms(use_true_random=False), st.sampled_from(LABELED))
 def test_class_names_do_not_matter(batch, temperature, random, name):
     z, labels = batch
@@ -217,7 +214,6 @@ def test_labels_of_every_integer_dtype_are_equal():
     assert torch.equal(suncet(z, strided, 0.1), suncet(z, labels, 0.1))
 
 
-# -------------------------------------------------------------------------------------------------------- edges
 @labeled_loss
 @pytest.mark.parametrize("average", ["sample", "class"])
 def test_anchor_without_a_positive_is_only_a_key(name, average):
@@ -273,7 +269,6 @@ def test_largest_numbers_and_zeros_stay_finite(name, dtype):
     assert not grad[4:6].any() and grad[6:].any()  # a zero row has no direction and gets no gradient
 
 
-# ----------------------------------------------------------------------------------------------------- autograd
 @every_loss
 def test_backward_scales_and_can_run_again(name):
     z, labels = labeled_batch()

@@ -164,7 +164,6 @@ def test_paws_memory_grows_by_the_anchors_and_not_by_anchors_times_supports():
     assert peak_bytes(dense_losses.paws, 96) - peak_bytes(dense_losses.paws, 32) > 64 * VIEWS * 480 * 8
 
 
-# --------------------------------------------------------------------------------------------------------- ranks
 def on_a_rank(rank: int, world_size: int) -> dict:
     inputs = batch_of(rank)
     found = {

@@ -25,7 +25,6 @@ def draw_rows(rows: int, seed=0, dtype=F64) -> torch.Tensor:
     return torch.randn(rows, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-# --------------------------------------------------------------------------------------------------------- loss
 @given(
     crops=st.integers(2, 6),
     images=st.integers(1, 9),
@@ -67,7 +66,6 @@ def test_swav_in_float32_is_near_float64():
     assert (grad - true_grad).norm() < 1e-5 * true_grad.norm()
 
 
-# -------------------------------------------------------------------------------------------------------- codes
 def test_sinkhorn_balances_prototypes():
     """A sample's code sums to 1 at once, the prototypes' parts become equal with iterations."""
     scores = draw_scores(crops=1, images=40, prototypes=7)
@@ -98,7 +96,6 @@ def test_sinkhorn_takes_scores_of_any_size(dtype, size):
         torch.testing.assert_close(codes.double(), expected, rtol=1e-4, atol=1e-6)
 
 
-# --------------------------------------------------------------------------------------------------- prototypes
 def test_prototypes_are_normalized_in_place_without_a_graph():
     prototypes = torch.nn.Parameter(draw_rows(7, dtype=torch.float32))
     prototypes.data[3] = 0

@@ -95,7 +95,6 @@ def test_cost_leaves_out_the_seconds_of_evaluations(tmp_path, monkeypatch):
     assert 0 < records[-1]["seconds"] < 5000
 
 
-# ------------------------------------------------------------------------------------------------------ energy
 CUDA = torch.device("cuda", 0)
 BEFORE = {"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "macs": 7}
 

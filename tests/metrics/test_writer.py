@@ -44,9 +44,6 @@ def superseded(folder: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-# ------------------------------------------------------------------------------------------------------ lines
-
-
 def test_writer_writes_a_record_as_a_line_and_a_row(tmp_path):
     with MetricsWriter(tmp_path, COLUMNS) as writer:
         for step in (1, 2):  # another program can read each at once
@@ -102,9 +99,6 @@ def test_writer_sync_waits_for_both_files(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino) or fsync(fd))
         writer.sync()
     assert set(synced) == {(tmp_path / name).stat().st_ino for name in ("metrics.jsonl", "metrics.csv")}
-
-
-# ---------------------------------------------------------------------------------------------------- restart
 
 
 @pytest.mark.parametrize("stop", range(8))

@@ -149,9 +149,6 @@ def test_kernels_keep_nan(host):
     assert y[:, 3].isnan().all() and not y[:, :3].isnan().any()
 
 
-# Networks
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet_tiny", "resnet50"])
 def test_fused_network_is_the_same_network(name, monkeypatch):
@@ -223,9 +220,6 @@ def test_fused_norm_falls_back_to_the_twin(usable):
     assert usable == ["norm_moments", "norm_join", "norm_apply"]
     with pytest.raises(ValueError, match="more than 1 value"):
         norm(rows[:1, :, :1, :1])
-
-
-# Ranks
 
 
 def _block_on_a_rank(rank, world_size):

@@ -214,7 +214,6 @@ def test_batchnorm_on_ranks_equals_one_process(name, on_ranks):
         )
 
 
-# ---------------------------------------------------------------------------------------------------- statistics
 def chan(counts, means, variances):
     """Join statistics by Chan's method, which squares only what is near zero."""
     mean = (counts * means).sum(0) / counts.sum()
@@ -275,7 +274,6 @@ def test_statistics_under_autocast_are_float32_and_do_not_cancel(on_ranks):
     torch.testing.assert_close(found, expected, rtol=2**-8, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------- host and memory
 def test_batchnorm_on_ranks_keeps_layout_dtype_and_only_its_input(on_ranks):
     """And the host reads no value."""
     for seen in (results["bfloat16"] for results in on_ranks):

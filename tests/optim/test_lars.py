@@ -34,7 +34,6 @@ PROFILES = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------ oracles
 @pytest.mark.parametrize("weight_decay", [1e-06, 0.01])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_lars_takes_the_steps_of_the_authors(profile, weight_decay):
@@ -58,7 +57,6 @@ def test_lars_takes_the_steps_of_the_authors(profile, weight_decay):
             torch.testing.assert_close(p.data, expected, rtol=1e-14, atol=1e-15)
 
 
-# ------------------------------------------------------------------------------- any run, by every implementation
 def oracle(w, g, b, lr, s):
     """One step in NumPy's float64, as recipe 4.1 writes it. Returns the new weight and momentum."""
     w_norm, g_norm = np.sqrt((w * w).sum()), np.sqrt((g * g).sum())
@@ -234,7 +232,6 @@ def test_lars_follows_the_formula(implementation, monkeypatch):
         run_state_machine_as_test(machine, settings=limits)
 
 
-# ---------------------------------------------------------------------------------------------- dtypes and rates
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)],
@@ -266,7 +263,6 @@ def test_lars_float16_norms_do_not_overflow():
     assert torch.all(p == 198)  # a step of 10 x 0.001 x 200, whatever the gradient's length
 
 
-# ---------------------------------------------------------------------------------------------------- host syncs
 @pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -284,7 +280,6 @@ def test_lars_takes_few_calls_for_any_depth_and_no_sync(exclude, lr, nesterov, s
     assert operators[0] == operators[1] <= (30 if scaler[0] is None else 55)
 
 
-# --------------------------------------------------------------------------------------------------------- state
 def test_lars_refuses_the_state_of_another_network():
     other = LARS([nn.Parameter(torch.zeros(3, 2))], 0.1).state_dict()
     expected = r"momentum buffer of shape \(3, 2\) for a parameter of shape \(2,\)"
@@ -305,7 +300,6 @@ def test_lars_runs_a_closure_with_gradients():
     assert optimizer.step() is None
 
 
-# ------------------------------------------------------------------------------------------------------ refusals
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -28,9 +28,6 @@ from tests.support.streams import SMALL, assert_same, evaluation, needs_dali, op
 CROPS = (SMALL, SMALL, replace(SMALL, size=16, crop_scale=(0.05, 0.14)))  # as SwAV's
 
 
-# -- views
-
-
 def test_loader_views_are_normalized_channels_last_floats_one_per_augmentation(index, reader):
     views = opened(unlabeled(index, augmentations=CROPS), reader)(0)
     assert [tuple(view.shape) for view in views] == [(6, 3, 32, 32), (6, 3, 32, 32), (6, 3, 16, 16)]
@@ -93,9 +90,6 @@ def test_loader_pixels_in_memory_give_the_views_of_lossless_files(tmp_path, read
         assert_same(ours(step), theirs(step))
 
 
-# -- any step
-
-
 @pytest.mark.slow
 def test_loader_any_start_gives_the_bits_of_a_continuous_run(index, reader):
     """With any number of threads and of steps read ahead."""
@@ -138,8 +132,6 @@ def test_torchvision_engine_waits_for_no_gpu(index, monkeypatch):
         assert view is source and device == torch.device("cuda", 0)
         assert view.is_contiguous(memory_format=torch.channels_last)
 
-
-# -- bad files
 
 DAMAGE = {  # what happens to a file -> what is said; test_verify.py has further kinds
     "half.jpg": "truncated JPEG",
@@ -272,9 +264,6 @@ def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure,
     assert not loader.bad
 
 
-# -- evaluation
-
-
 def test_evaluation_shows_every_image_once_in_order_and_can_be_repeated(index, reader):
     indices = np.arange(23)[::-1].copy()
     next(evaluation(index, indices, reader, batch=8, resize=36))  # leaving early does no harm
@@ -315,9 +304,6 @@ def test_evaluation_never_skips_a_bad_image(own, reader):
         evaluation(known, np.arange(12), reader)
     assert [path for path, _ in caught.value.files] == [str(own.path(9))]
     assert len(list(evaluation(known, np.arange(9), reader))) == 3  # it is not asked for
-
-
-# -- options
 
 
 def test_loader_without_a_gpu_raises_one_clear_error(index, reader, monkeypatch):

@@ -42,9 +42,6 @@ def test_case_has_a_short_program_and_a_help(case, capsys):
     assert len((Path(run.__file__).with_name(f"{case}.py")).read_text().splitlines()) <= 118
 
 
-# What the contenders compute
-
-
 @pytest.mark.parametrize("loss", contrast.LOSSES)
 def test_contrast_authors_form_has_our_value_and_gradient(loss):
     results = []
@@ -77,9 +74,6 @@ def test_lars_contender_takes_the_steps_of_foreach(name):
 def test_dense_nt_xent_is_our_loss():
     z = torch.randn(12, 7, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(dense_nt_xent(*z.chunk(2), 0.2), nt_xent(z, 0.2))
-
-
-# What is reported
 
 
 def test_contrast_reports_time_memory_operators_and_waits(report_of):

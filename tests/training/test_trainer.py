@@ -99,9 +99,6 @@ def test_supervision_ends_at_a_plateau_at_the_same_step_after_stops(tmp_path):
     assert_equal_to_the_bit(final_state(parts), final_state(whole))
 
 
-# ------------------------------------------------------------------------------------------------- numerical errors
-
-
 NAN, INF = float("nan"), float("inf")
 FOUR = (
     *("criterion.supervised_imgs_per_class=2", "optimization.steps=4", "optimization.warmup=0"),
@@ -214,8 +211,6 @@ def test_loss_not_finite_on_several_ranks_names_images_of_each():
     assert message.endswith("\n  labeled/2-7-9\n  and 4 more")
     Trainer.require_finite(trainer, torch.full((3, 2), -1.0))  # all losses are finite
 
-
-# ---------------------------------------------------------------------------------------------------- wrong inputs
 
 FOLDER = (
     *("data.kind=image_folder", "data.validation=null", "data.split.kind=all", "data.split.fraction=null"),

@@ -322,7 +322,6 @@ def test_kernel_that_one_rank_cannot_use_is_used_by_none(tmp_path):
     assert [found["stopped"] for found in ranks] == ["was stopped, or took too long"] * 2
 
 
-# ------------------------------------------------------------------------------------------- what follows from it
 @pytest.mark.slow
 @pytest.mark.parametrize("reason", [None, "other pixels"])
 def test_view_operator_is_on_if_it_passed(monkeypatch, reason):

@@ -106,7 +106,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return manager.load_newest(folder / "checkpoints").model
 
 
-# ------------------------------------------------------------------------------------------------------- what it learns
 @pytest.mark.parametrize("several", [False, True])
 def test_fit_learns_a_separable_set(tmp_path, several):
     result = run(tmp_path, 60, train=pictures(45, several=several))
@@ -182,7 +181,6 @@ def test_sigmoid_loss_has_no_loss_and_no_gradient_where_presence_is_unknown():
     assert ((logits.grad == 0) == (presence == 0)).all()
 
 
-# ---------------------------------------------------------------------------------------------- in passes and on ranks
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     """Compare weights; running statistics are each rank's own."""
     kept = [name for name in ours if "running" not in name and "tracked" not in name]
@@ -266,7 +264,6 @@ def test_batchnorm_on_two_ranks_is_that_of_two_passes_of_one(tmp_path):
     assert not torch.allclose(ours["encoder.bn1.running_mean"], two["encoder.bn1.running_mean"])
 
 
-# ----------------------------------------------------------------------------------------------- stopped and continued
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> tuple[Path, SimpleNamespace]:
     """The folder and the result of an undisturbed fit."""
@@ -306,7 +303,6 @@ def test_fit_keeps_the_last_network_only_with_the_cost_of_its_pre_training(whole
     assert encoder.ledger == {"updates": 7} and encoder.stem == "cifar"
 
 
-# ----------------------------------------------------------------------------------------------------- what is refused
 def test_fit_in_a_folder_of_other_settings_weights_or_images_is_refused(tmp_path):
     run(tmp_path)
     before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file())

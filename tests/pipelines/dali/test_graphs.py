@@ -114,9 +114,6 @@ def mean(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().mean().item()
 
 
-# -- every operator
-
-
 @pytest.mark.slow
 def test_graph_every_operator_is_close_to_torchvisions_and_does_something(index, dalis):
     chosen = cases(index.sizes)
@@ -225,9 +222,6 @@ def test_color_contrast_expression_equals_the_operator_to_the_bit():
     assert torch.equal(operator[2], torch.from_numpy(images[2]))
 
 
-# -- files, and the evaluation view
-
-
 @pytest.mark.parametrize("upright", [False, True])
 @pytest.mark.parametrize("height_width", [(96, 96), (96, 130), (131, 96)])
 def test_graph_reads_every_kind_of_file_as_pil_does(tmp_path, height_width, upright):
@@ -247,9 +241,6 @@ def test_graph_evaluation_view_is_torchvisions_resize_and_center_crop(index, rea
             reference = v2.functional.pil_to_tensor(theirs(image.convert("RGB"))).float()
         difference = (255 * ours - reference).abs()
         assert difference.mean() < 0.5 and difference.max() <= 2.001, i
-
-
-# -- a GPU
 
 
 @pytest.mark.slow

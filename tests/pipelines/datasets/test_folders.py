@@ -26,9 +26,6 @@ def table(path, *lines, encoding="utf-8"):
     return path
 
 
-# -- folders
-
-
 def test_image_folder_orders_classes_and_images(tmp_path):
     write_images(tmp_path, "b/2.jpg", "b/10.jpg", "a-b/1.jpg", "a/1.jpg", "a/deep/er/1.jpg")
     index = image_folder(tmp_path)
@@ -100,9 +97,6 @@ def test_image_folders_say_how_many_images_no_decoder_reads(tmp_path, capsys):
         assert len(scan(tmp_path)) == 1
         said = f"note: 1 .gif and 2 .heic files below {tmp_path} are not read: convert them to JPEG or PNG\n"
         assert capsys.readouterr().out == said
-
-
-# -- a kept index and the files as they are now
 
 
 def settle(root: Path) -> None:
@@ -203,9 +197,6 @@ def test_links_are_followed_to_files_inside_the_root_only(tmp_path):
     link.symlink_to(link)
     with pytest.raises(DataError, match=r"cannot follow .*3\.jpg: Too many levels of symbolic links"):
         image_folder(root)
-
-
-# -- trees with a CSV
 
 
 @pytest.fixture
@@ -328,9 +319,6 @@ def test_a_file_that_is_no_table_of_labels_is_refused(tree, tmp_path, content, s
         (tmp_path / "labels.csv").write_bytes(content)
     with pytest.raises(DataError, match=said):
         with_csv_labels(image_tree(tree), tmp_path / "labels.csv")
-
-
-# -- held in memory
 
 
 def test_resident_decodes_images_once(tmp_path):

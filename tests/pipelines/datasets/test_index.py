@@ -48,9 +48,6 @@ def small_index(**changes) -> ImageIndex:
     return ImageIndex(**(parts | {"classes": ("cat",), "sizes": sizes} | changes))
 
 
-# -- names
-
-
 @given(st.lists(words, max_size=30))
 def test_names_behave_like_the_list_they_were_made_of(names):
     packed = Names.of(names)
@@ -70,9 +67,6 @@ def test_names_refuse_what_cannot_be_a_line():
             Names.of(["good", name])
     with pytest.raises(DataError, match="cut off"):
         Names(Names.of(["one", "two"]).lines[:-1])
-
-
-# -- headers
 
 
 def test_read_headers_gives_sizes_as_stored_and_reasons(tmp_path):
@@ -149,9 +143,6 @@ def test_read_headers_of_many_chunks_land_in_their_rows(tmp_path, monkeypatch):
     assert list(read_headers(tmp_path, names).bad) == list(range(600))  # in order, however long one takes
 
 
-# -- the index
-
-
 def test_index_in_memory_has_no_paths():
     with pytest.raises(DataError, match="held in memory"):
         small_index(root=None, pixels=np.zeros((2, 6, 8, 3), np.uint8)).path(1)
@@ -197,9 +188,6 @@ def test_fingerprint_covers_what_decides_a_run():
         {"pixels": pixels.reshape(2, 8, 6, 3)},
     ]
     assert len({small_index(**change).fingerprint() for change in changed} | {base}) == len(changed) + 1
-
-
-# -- on disk
 
 
 @pytest.fixture

@@ -41,9 +41,6 @@ def names(tmp_path):
     return write
 
 
-# -- draws
-
-
 @given(
     count=st.integers(1, 300),
     fraction=st.sampled_from([0.0, 0.01, 0.1, 1 / 3, 0.5, 0.9, 1.0]),
@@ -113,9 +110,6 @@ def test_labeled_split_refuses_impossible_settings(index):
         labeled_split(index, "stratified", images=13)
     with pytest.raises(DataError, match=r"cannot read the list of names gone\.txt: No such file"):
         labeled_split(index, "names", file="gone.txt")
-
-
-# -- lists of names
 
 
 def test_listed_names_are_imagenets_or_paths(index, names):
@@ -192,9 +186,6 @@ def test_listed_knows_the_papers_lists(digest, share):
     assert split.source == share and len(split.indices) == len(lines)
     sizes = {"ImageNet 1%": {12: 189, 13: 811}, "ImageNet 10%": {128: 884, 129: 116}}
     assert Counter(split.per_class.tolist()) == sizes[share]
-
-
-# -- all, none, CSV
 
 
 def test_labeled_split_all_and_none(index):

@@ -218,9 +218,6 @@ def test_what_cannot_be_packed_is_named(tmp_path, index):
     assert not (tmp_path / "a").exists()
 
 
-# -- damage
-
-
 def test_the_check_finds_a_flipped_bit_that_decoders_forgive(index, pack, reader):
     good = open_pack(pack)
     assert check(good, reader).bad == {}
@@ -270,8 +267,6 @@ def test_a_pack_closes_its_files_and_is_not_pickled(pack):
     del packed
     assert all(file.closed for file in files)
 
-
-# -- the commands
 
 CONFIG = """\
 data: {kind: image_folder, root: ., train: images, validation: null, backend: torchvision}

@@ -124,9 +124,6 @@ def test_open_pack_finds_a_size_behind_a_long_header(tmp_path):
     assert open_pack(tmp_path / "a.tar").sizes.tolist() == [[7, 30]]
 
 
-# -- shards that are refused
-
-
 def test_scan_shard_names_a_shard_cut_short_anywhere_or_no_tar(folder):
     path = folder / "a-000.tar"
     whole, end = path.read_bytes(), scan_shard(path).members["offset"][-1]

@@ -33,9 +33,6 @@ def draw(sizes, augmentation=None, *, seed=0, step=0, role="test", first_row=0) 
     return draw_view(augmentation, sizes, seed=seed, step=step, role=role, first_row=first_row)
 
 
-# -- crops
-
-
 @given(sizes_of_images, seeds)
 def test_crop_box_lies_inside_its_image_and_holds_a_pixel(sizes, seed):
     top, left, height, width = draw(sizes, seed=seed).box.T
@@ -74,9 +71,6 @@ def test_crop_boxes_are_those_of_torchvisions_code_on_the_same_draws(monkeypatch
 def test_crop_of_one_pixel_or_of_an_image_without_a_size_is_one_pixel(ratio):
     boxes = draw(np.array([[0, 0], [1, 1]]), Augmentation(crop_ratio=ratio)).box
     np.testing.assert_array_equal(boxes, [[0, 0, 1, 1]] * 2)
-
-
-# -- streams
 
 
 @given(sizes_of_images, st.data())
@@ -128,8 +122,6 @@ def test_uniform_at_a_position_is_what_reading_on_reaches(seed, step, block, cou
     np.testing.assert_array_equal(ahead[20:], uniform(seed, "a", (block + 5, 0, 0, step), count))
     assert (ahead >= 0).all() and (ahead < 1).all()
 
-
-# -- the distribution of the other draws
 
 COUNT = 20_000
 
@@ -193,9 +185,6 @@ def test_draws_of_zero_strength_are_neutral():
         assert (getattr(view, name) == neutral).all(), name
 
 
-# -- evaluation
-
-
 @given(sizes_of_images, st.integers(1, 300), st.data())
 def test_center_view_is_where_torchvision_puts_it(sizes, resize, data):
     size = data.draw(st.integers(1, resize))
@@ -206,9 +195,6 @@ def test_center_view_is_where_torchvision_puts_it(sizes, resize, data):
         expected = (resize, new_long) if height <= width else (new_long, resize)
         assert tuple(resized) == expected
         assert tuple(corner) == tuple(round((side - size) / 2.0) for side in expected)
-
-
-# -- settings
 
 
 @pytest.mark.parametrize(

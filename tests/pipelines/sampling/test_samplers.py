@@ -22,9 +22,6 @@ def labeled(counts):
     return np.arange(len(labels)), labels
 
 
-# -- permutations
-
-
 def test_permutation_sorts_the_raw_words_of_philox_and_never_changes():
     words = np.random.Philox(key=[7, 9], counter=[0, 0, 3, 4]).random_raw(50).tolist()
     expected = sorted(range(50), key=lambda i: words[i])
@@ -32,9 +29,6 @@ def test_permutation_sorts_the_raw_words_of_philox_and_never_changes():
     assert permutation(8, seed=0, role=1, counter=(2, 3)).tolist() == [3, 7, 5, 0, 4, 1, 2, 6]
     top = 2**64 - 1
     assert sorted(permutation(5, seed=top, role=top, counter=(top, top)).tolist()) == [0, 1, 2, 3, 4]
-
-
-# -- both samplers
 
 
 @pytest.mark.parametrize(
@@ -53,9 +47,6 @@ def test_samplers_batch_is_the_same_in_any_order_and_on_any_number_of_ranks(make
         assert alone.rows(step, 0).tolist() == expected
         for ranks in (2, 3, 12):
             assert global_batch(make(ranks), step).tolist() == expected
-
-
-# -- unlabeled images
 
 
 @given(
@@ -102,9 +93,6 @@ def test_unlabeled_reading_ahead_across_an_epochs_edge_sorts_each_epoch_once(mon
     for step in [2, 3, 4, 3, 5, 3, 4, 8, 7]:  # steps 0-3 are epoch 0, 4-7 epoch 1, 8-11 epoch 2
         sampler.rows(step, 0)
     assert [call.kwargs["counter"] for call in drawn.call_args_list] == [(0, 0), (0, 1), (0, 2)]
-
-
-# -- labeled images
 
 
 @given(
@@ -203,9 +191,6 @@ def test_class_notes_name_what_is_empty_left_over_shared_and_repeated():
     assert many.notes()[-1].endswith("0 (2), 1 (2), 2 (2), 3 (2), 4 (2) and 25 more")
     assert "no labeled image has a positive" in " ".join(ClassSampler(*labeled([4]), 1, 1, 1, 0).notes())
     assert ClassSampler(*labeled([8, 9, 10, 11]), 2, 8, 4, seed=0, class_names="abcd").notes() == []
-
-
-# -- impossible batches
 
 
 def unlabeled(images, batch, ranks):

@@ -61,9 +61,6 @@ def test_plan_stand_in_gets_its_own_crop_and_label_and_the_rows_other_draws(inde
         np.testing.assert_array_equal(values[first:], others[first:])
 
 
-# -- one pass
-
-
 def one_pass(index, indices=WANTED, batch=3, views=2, **options) -> EvaluationPlan:
     options = {"seed": 5, "role": "supports", **options}
     return EvaluationPlan(index, indices, batch, (CROP,) * views, **options)

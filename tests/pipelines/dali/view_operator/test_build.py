@@ -108,9 +108,6 @@ def test_library_name_depends_on_everything_that_decides_the_code(tiny, monkeypa
     assert build.library_name() != before
 
 
-# -- where a loader uses it
-
-
 PROVE = use.prove
 
 
@@ -214,9 +211,6 @@ def test_loader_refuses_the_view_operator_where_torchvision_reads(index):
 def test_command_builds_once(view_operator, capsys):
     assert main([]) == 0
     assert capsys.readouterr().out == f"The view operator was built before: {view_operator}\n"
-
-
-# -- its code
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code of x86-64 is read")

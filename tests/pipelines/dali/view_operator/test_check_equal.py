@@ -98,9 +98,6 @@ def test_view_operator_neutral_factors_change_no_pixel():
         np.testing.assert_array_equal(ours, image)
 
 
-# -- the check
-
-
 @pytest.mark.slow
 def test_require_equal_sees_one_wrong_bit(view_operator, monkeypatch):
     def off_by_one(images, given, **options):  # in each of two batches
