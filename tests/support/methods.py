@@ -35,6 +35,7 @@ METHODS = {
     },
     "labels alone, SuNCEt": LABELS_ALONE,
     "labels alone, L_sup_out": [*LABELS_ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],
+    "labels alone, cross-entropy": [*LABELS_ALONE, "criterion.supervision=cross_entropy"],
     "SwAV": [*SWAV, "criterion.supervised_epochs=0"],
     "SwAV + SuNCEt": SWAV,
     "PAWS": [*PAWS, *PAWS_HEADS, *SMALL_CROPS, "paws.prior=labels", "criterion.supervised_views=2"],

@@ -26,9 +26,10 @@ from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.place import join
 from fastsuncet.errors import CheckpointError, NumericalError
 from fastsuncet.metrics.rankme import COLLAPSED
-from fastsuncet.training.methods import loss_of
+from fastsuncet.training.methods import TERMS, loss_of
 from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import BadImage
+from tests.support.methods import small
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks, start_forked
 from tests.support.runs import (
@@ -350,19 +351,23 @@ def test_checkpoint_without_a_key_is_refused_by_its_name(tmp_path):
 FEW = ("optimization.steps=3", "optimization.warmup=0", "logging.log_every=1")
 
 
-def train_on_rank(rank: int, world_size: int, folder: str) -> None:
-    train(tiny_config(Path(folder), *FEW))
+def train_on_rank(rank: int, world_size: int, folder: str, method: str) -> None:
+    train(small(Path(folder), method, *FEW))
 
 
-def test_ranks_train_to_the_weights_of_one_process(tmp_path):
-    train(tiny_config(tmp_path / "1", *FEW))
-    one, _, one_lines = final_state(tiny_config(tmp_path / "1", *FEW))
-    for world_size in (2, 4):
+@pytest.mark.parametrize(
+    ("method", "world_sizes"), [("SimCLR + SuNCEt", (2, 4)), ("labels alone, cross-entropy", (2,))]
+)
+def test_ranks_train_to_the_weights_of_one_process(tmp_path, method, world_sizes):
+    config = small(tmp_path / "1", method, *FEW)
+    train(config)
+    one, _, one_lines = final_state(config)
+    for world_size in world_sizes:
         folder = tmp_path / str(world_size)
-        run_ranks(train_on_rank, world_size, str(folder))
-        many, _, many_lines = final_state(tiny_config(folder, *FEW))
+        run_ranks(train_on_rank, world_size, str(folder), method)
+        many, _, many_lines = final_state(small(folder, method, *FEW))
         torch.testing.assert_close(many, one, rtol=1e-3, atol=1e-4)
         for ours, theirs in zip(many_lines, one_lines, strict=True):
-            assert ours["nt_xent"] == pytest.approx(theirs["nt_xent"], rel=1e-4)
-            for key in ("suncet", "nt_xent_gradient", "suncet_gradient"):
-                assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
+            for name in TERMS.keys() & theirs.keys():
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-3 if name == "suncet" else 1e-4)
+                assert ours[f"{name}_gradient"] == pytest.approx(theirs[f"{name}_gradient"], rel=1e-3)
