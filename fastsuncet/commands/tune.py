@@ -84,7 +84,7 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
             raise stop
         if place.first:
             many = f", {place.world_size} processes" if place.world_size > 1 else ""
-            write(output, config.file, found, f"{device_name(place)}{many}")
+            write(output, config.file, found, f"{device_name(config, place)}{many}")
             winners = sum(outcome.won for _, outcome in found)
             say(
                 f"wrote {output}: {winners} of {len(found)} contenders won. Train it: fastsuncet train {output}"

@@ -77,7 +77,7 @@ def summary(
             f"(estimates); {memory_note(place, memory.total, 0 if by_cpu else feed, a.world_size)}",
         ),
         ("norm", norm_note(a.world_size, shared=config.model.sync_batchnorm, part=part)),
-        ("device", f"{device_name(place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
+        ("device", f"{device_name(config, place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
     ]
     if stream is not None:
         operator = ", views in one operator" if stream.options.view_operator else ""
@@ -171,11 +171,11 @@ def speed_on_cpu(config: Config) -> str:
     return f"PyTorch's operators, as on any CPU{without}"
 
 
-def device_name(place: Place) -> str:
-    """Return the name of the GPU, or "CPU" with its number of threads."""
+def device_name(config: Config, place: Place) -> str:
+    """Return the name of the GPU, or "CPU" with the number of threads that `config` takes there."""
     if place.device.type == "cuda":
         return torch.cuda.get_device_name(place.device)
-    threads = torch.get_num_threads()
+    threads = config.meta.threads or torch.get_num_threads()
     return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
 
 

@@ -64,13 +64,18 @@ def test_summary_counts_images_on_a_gpu_where_dali_decodes_there(monkeypatch, as
     """28 GB of a step and 26 GB of images, beside a GPU of 40 GB."""
     monkeypatch.setattr(summary, "dali_problem", lambda: problem)
     monkeypatch.setattr(summary, "memory_of", lambda _: 40 * 10**9)
-    monkeypatch.setattr(summary, "device_name", lambda _: "a GPU")
+    monkeypatch.setattr(summary, "device_name", lambda *_: "a GPU")
     words = ["data.root=none", "meta.precision=bf16", "criterion.micro_batch=512", f"data.backend={asked}"]
     config = load_config(CONFIGS / "in1k_simclr.yaml", words)
     place = Place(0, 1, torch.device("cuda", 0))
     lines = summary.summary(config, place, None, config.resolve(1, 1_281_167), None)
     (memory,) = (line for line in lines if line.startswith("memory"))
     assert f" GB {where}for the images" in memory and ("WHICH IS LESS" in memory) == (not where)
+
+
+def test_device_name_has_the_threads_of_the_config():
+    place, configs = Place(0, 1, 0, torch.device("cpu")), (CONFIGS / "digits_demo.yaml", ["meta.threads=7"])
+    assert summary.device_name(load_config(*configs), place) == "CPU, 7 threads"
 
 
 def test_norm_note_says_whose_statistics_a_run_uses():

@@ -298,7 +298,7 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
         f"SGD      lr {lr:g} to 0 along half a cosine, {momentum}, {decay}",
         f"compute  {petaflops(macs * steps * batch):.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image{times}",
         *folds,
-        f"device   {device_name(place)}, {job.config.meta.precision}, torch {torch.__version__}",
+        f"device   {device_name(job.config, place)}, {job.config.meta.precision}, torch {torch.__version__}",
         *label_notes(job.images),
     ]
 
