@@ -3,14 +3,10 @@
 A truncated file can pass for weeks, until a crop reaches the missing rows; this finds it in one pass.
 """
 
-import hashlib
-import os
-from collections import defaultdict
-from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from fastsuncet.config import Config
@@ -29,7 +25,7 @@ from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex, with_classes
 from pipelines.datasets.index_file import save_index
-from pipelines.output import first_five, say_line, show_progress
+from pipelines.output import say_line, show_progress
 from pipelines.verify import check
 
 
@@ -68,32 +64,13 @@ def check_config(config: Config) -> None:
         else:
             print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
     checked = [_checked(index, kept, **options) for index, kept in parts]
-    if twins := _twins(labeled, checked[0].bad):
-        text = "labeled images are copies of one with another label"
-        say_line(f"note: {len(twins)} {text}: {first_five(twins)}. Give copies one label, or remove them")
+    for note in replace(labeled, bad=checked[0].bad).note_on_copies():
+        say_line(f"note: {note}")
     bad = [each for index in checked for each in index.bad_files()]
     if len(bad) > data.bad_images:
         raise BadImage(bad, allowed=data.bad_images)
     for path, reason in bad:
         say_line(f"{path}: {reason} (data.bad_images allows {data.bad_images})")
-
-
-def _twins(index: ImageIndex, bad: Mapping[int, str]) -> list[str]:
-    """Return the good labeled images with the content of an earlier one of another label, with that one.
-
-    A file is read only if another one has as many bytes.
-    """
-    same_length, first, twins = defaultdict(list), {}, []
-    for i in np.setdiff1d(np.flatnonzero(index.labels >= 0), list(bad)).tolist():
-        content = index.content(i)
-        same_length[len(content) if isinstance(content, bytes) else os.path.getsize(content)].append(i)
-    for i in sorted(i for numbers in same_length.values() if len(numbers) > 1 for i in numbers):
-        content = index.content(i)
-        digest = hashlib.sha256(content if isinstance(content, bytes) else content.read_bytes()).digest()
-        if index.labels[i] != index.labels[j := first.setdefault(digest, i)]:
-            mine, other = (f"{index.name(n)} ({index.classes[index.labels[n]]})" for n in (i, j))
-            twins.append(f"{mine} of {other}")
-    return twins
 
 
 def check_folder(folder: Path) -> None:

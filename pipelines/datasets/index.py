@@ -16,7 +16,7 @@ import numpy as np
 
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.string_table import Names
-from pipelines.output import counted
+from pipelines.output import counted, first_five
 
 if TYPE_CHECKING:
     from pipelines.datasets.shards import Shards
@@ -137,13 +137,37 @@ class ImageIndex:
 
     def contents(self) -> str:
         """Return the sha256 of the encoded images' lengths, which a copy of the files or a pack of them keeps."""
+        return hashlib.sha256(self._lengths().tobytes()).hexdigest()
+
+    def _lengths(self) -> np.ndarray:
+        """Return the bytes of each encoded image, int64 (N,); 0 for a bad one, and where they are not known."""
         lengths = np.zeros(len(self), "<i8")
         if self.pack is not None:
             lengths[:] = self.pack.members["length"]
         elif self.stamps is not None:
             lengths[:] = self.stamps[:, 0]
         lengths[list(self.bad)] = 0
-        return hashlib.sha256(lengths.tobytes()).hexdigest()
+        return lengths
+
+    def note_on_copies(self) -> list[str]:
+        """Return a sentence on the labeled images with the content of an earlier one, or none.
+
+        A file is read only if another one has as many bytes.
+        """
+        known = np.setdiff1d(np.flatnonzero(self.labels >= 0), list(self.bad))
+        _, same, counts = np.unique(self._lengths()[known], return_inverse=True, return_counts=True)
+        first, copies = {}, []
+        for i in known[counts[same] > 1].tolist():
+            content = self.content(i)
+            digest = hashlib.sha256(content if isinstance(content, bytes) else content.read_bytes()).digest()
+            if (j := first.setdefault(digest, i)) != i:
+                mine, other = (f"{self.name(n)} ({self.classes[self.labels[n]]})" for n in (i, j))
+                copies.append(f"{mine} of {other}")
+        if not copies:
+            return []
+        are = "labeled image is a copy" if len(copies) == 1 else "labeled images are copies"
+        why = "An accuracy is too high where one is learned from and the other judges, and two labels contradict"
+        return [f"{len(copies):,} {are}: {first_five(copies)}. {why}: keep one of each"]
 
     def take(self, numbers: np.ndarray) -> "ImageIndex":
         """Return the index of the images `numbers`, int64, numbered anew in that order."""

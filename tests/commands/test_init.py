@@ -158,6 +158,7 @@ def test_init_names_what_it_leaves_out(photos, capsys):
         table.write("8.jpg,Dog\n9.jpg,\u00e9\n10.jpg,e\u0301\n")
     assert run("photos", "--labels", "labels.csv") == 0
     said = capsys.readouterr().out
+    assert "note     10 labeled images are copies: 1.jpg (dog) of 0.jpg (cat), 10.jpg" in said
     assert "1 .heic files below photos are not read" in said
     assert "bad      1 file cannot be read: broken.jpg (not an image: no known header)" in said
     text = (

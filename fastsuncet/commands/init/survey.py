@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from fastsuncet.commands.init.rules import Machine, Survey, Weights
+from fastsuncet.commands.init.rules import FEW_IMAGES, Machine, Survey, Weights
 from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
@@ -121,6 +121,8 @@ def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: n
     if same := [name for name in index.classes if alike[plain(name)] > 1]:
         text = "classes that differ only in upper and lower case, or in the Unicode form"
         lines.append(f"{'note':<9}{text}: {first_five(same)}. Are they one?")
+    if len(index) < FEW_IMAGES:
+        lines += [f"{'note':<9}{note}" for note in index.note_on_copies()]
     if index.bad:
         lines.append(f"{'bad':<9}{counted(len(index.bad), 'file')} cannot be read: {_first_bad(index)}")
     return lines
