@@ -125,7 +125,7 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
         [index.name(i) for i in chosen],
         [Path(index.path(i)) for i in chosen],
         index.classes,
-        int(labeled.sum()),
+        int(labeled.sum()) + len(images.held_out or ()),
         len(unlabeled),
         guesses,
     )

@@ -11,6 +11,8 @@ import torch
 import fastsuncet
 from fastsuncet import cli
 from fastsuncet.commands.labeling_page import labeling_page
+from fastsuncet.commands.suggest import suggestions
+from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.suggestions import typical
 from tests.support.pictures import write_image
 
@@ -89,6 +91,8 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, capsys):
     guesses = json.loads(page.split('id="data">')[1].split("</script>")[0])["guesses"]
     assert [each[0][0] for each in guesses] == ["red"] * 5 and all(len(each) == 2 for each in guesses)
     assert fastsuncet.suggest(run, 5) == [row["file"] for row in rows]
+    held_out = load_encoder(run).trained.with_values({"data.validation": 0.34})
+    assert suggestions(held_out, 5).labeled == 18, "six of them are held out"
     assert cli.main(words) == 2 and "exists" in capsys.readouterr().err
     picture(run.parent / "mine" / "later.png", "red", 40)
     assert cli.main([*words, "--page", "--force"]) == 0
