@@ -1,4 +1,4 @@
-"""The ledger: what a run has cost so far, in images, updates, petaFLOPs, seconds and joules. Checkpoints keep it.
+"""The ledger: what a run has cost so far, in views, updates, petaFLOPs, seconds and joules. Checkpoints keep it.
 
 Counted is 6 x MAC for a view in training (2 forward, 4 backward) of the encoder and the head (models/flops.py). Losses
 with their classifier or prototypes, BatchNorm, optimizer and pixels are not counted: under 2 % for a ResNet-50 at 224.
@@ -76,12 +76,12 @@ def _own_meter(device: torch.device) -> EnergyMeter | None:
 class Ledger:
     """Cumulative cost over all ranks and all restarts of a run.
 
-    `images` counts views: those of unlabeled and of labeled images. `seconds` is
-    wall-clock time of training, without evaluations. `joules` is the energy of all ranks' GPUs in that time: None
-    unless the run had a `meter` since its first step.
+    `views` counts those of unlabeled and of labeled images. `seconds` is wall-clock time of training, without
+    evaluations. `joules` is the energy of all ranks' GPUs in that time: None unless the run had a `meter` since its
+    first step.
     """
 
-    images: int = 0
+    views: int = 0
     updates: int = 0  # optimizer steps
     macs: int = 0  # multiply-adds of all forward passes; an integer, so that no restart rounds it
     seconds: float = 0.0
@@ -99,7 +99,7 @@ class Ledger:
 
     def add(self, views: int, macs: int) -> None:
         """Count one update on `views` with `macs` multiply-adds in all, over all ranks."""
-        self.images += views
+        self.views += views
         self.macs += macs
         self.updates += 1
 
@@ -119,7 +119,7 @@ class Ledger:
 
     def record(self) -> dict[str, int | float]:
         """Return the columns of a metrics line."""
-        columns = {"images": self.images, "updates": self.updates, "petaflops": self.petaflops}
+        columns = {"views": self.views, "updates": self.updates, "petaflops": self.petaflops}
         columns["seconds"] = round(self.seconds, 3)
         return columns if self.joules is None else {**columns, "joules": round(self.joules, 3)}
 
@@ -129,6 +129,6 @@ class Ledger:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's `state`."""
-        self.images, self.updates, self.seconds = state["images"], state["updates"], state["seconds"]
+        self.views, self.updates, self.seconds = state["views"], state["updates"], state["seconds"]
         self.macs = state["macs"]
         self.joules = state.get("joules") if self.meter else None

@@ -42,7 +42,7 @@ from pipelines.output import say_line
 BatchType = TypeVar("BatchType")
 FILES_SHOWN = 20  # in a message, at most
 SPEED = ("lr", "views_per_second", "data_wait", "peak_memory_gb", "replaced_images")  # columns of metrics.csv
-COST = ("images", "updates", "petaflops", "seconds")
+COST = ("views", "updates", "petaflops", "seconds")
 
 
 class Stream(Protocol):

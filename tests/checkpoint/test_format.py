@@ -50,7 +50,7 @@ def test_format_meta_names_the_versions_and_the_files(tmp_path):
     assert path == tmp_path / "step_00012345"
     assert (tmp_path / "latest").read_text() == "step_00012345\n"
     meta = json.loads((path / "meta.json").read_text())
-    assert (meta["step"], meta["format"], meta["ledger"]) == (12345, 1, {"images": 7 * 12345})
+    assert (meta["step"], meta["format"], meta["ledger"]) == (12345, 1, {"views": 7 * 12345})
     assert meta["config"] == {"criterion": {"temperature": 0.1}}
     assert meta["versions"]["torch"] == torch.__version__
     assert set(meta["versions"]) >= {"fastsuncet", "python", "dali", "timm"}

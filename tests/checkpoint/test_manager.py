@@ -116,7 +116,7 @@ def test_load_newest_passes_on_what_expect_raises(tmp_path):
     save(tmp_path, 2)
 
     def refuse(meta):
-        assert (meta["step"], meta["ledger"]) == (2, {"images": 14})
+        assert (meta["step"], meta["ledger"]) == (2, {"views": 14})
         raise CheckpointError(f"temperature was {meta['config']['criterion']['temperature']}")
 
     lines = []

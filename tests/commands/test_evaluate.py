@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     config = small_config(folder)
     for step in (10, 20):
         model = build_model("resnet_tiny", stem=config.model.stem, seed=step)
-        ledger = {"images": 64 * step, "updates": step, "petaflops": 0.001, "seconds": 2.5}
+        ledger = {"views": 64 * step, "updates": step, "petaflops": 0.001, "seconds": 2.5}
         meta = {"config": config.canonical(), "ledger": ledger, "world_size": 1, "images": "x"}
         where = config.run_folder / "checkpoints"
         manager.save(where, step, model=model.state_dict(), state={}, meta=meta, keep=9)

@@ -22,7 +22,7 @@ from tests.support.reports import make_run, result
 
 GOLDEN = Path(__file__).parent / "golden_report"
 RUNS = [Path("runs", name) for name in ("simclr_0", "simclr_1", "suncet_0", "suncet_1", "short", "new")]
-KNN = {"epoch": 1.0, "images": 8, "updates": 4, "petaflops": 2.0, "seconds": 7.2, "joules": 3.0}
+KNN = {"epoch": 1.0, "views": 8, "updates": 4, "petaflops": 2.0, "seconds": 7.2, "joules": 3.0}
 KNN |= {"knn_accuracy": 0.5, "knn_supports": 16, "rankme": 42.5}
 
 

@@ -17,7 +17,7 @@ from tests.support.runs import Killed, kill
 
 EVIL = "<script>alert(1)<b>"
 TRAIN = {"epoch": 0.5, "loss": 8.5, "nt_xent": 5.0, "suncet": 3.5, "lr": 0.3, "views_per_second": 900.0}
-TRAIN |= {"data_wait": 0.25, "petaflops": 0.5, "seconds": 60.0, "updates": 10, "images": 100}
+TRAIN |= {"data_wait": 0.25, "petaflops": 0.5, "seconds": 60.0, "updates": 10, "views": 100}
 NEW = {"nt_xent_gradient": 0.5, "suncet_gradient": 0.25, "peak_memory_gb": 1.5}
 KNN = {"knn_accuracy": 0.625, "knn_supports": 16, "rankme": 42.5, "rankme_features": 30.25}
 

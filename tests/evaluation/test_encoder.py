@@ -44,7 +44,7 @@ def outputs(module: torch.nn.Module) -> torch.Tensor:
 def save_run(folder, config, *steps, model=None) -> torch.nn.Module:
     model = model or trained("resnet_tiny")
     for step in steps:
-        ledger = {"images": step * 64, "updates": step, "petaflops": 0.1, "seconds": 1.5}
+        ledger = {"views": step * 64, "updates": step, "petaflops": 0.1, "seconds": 1.5}
         meta = {"config": config.canonical(), "ledger": ledger, "epoch": step / 4, "world_size": 1}
         manager.save(folder / "checkpoints", step, model=model.state_dict(), state={}, meta=meta, keep=99)
     return model

@@ -73,7 +73,7 @@ def test_cost_in_the_metrics_is_that_of_all_updates_across_a_stop(tmp_path):
     arithmetic = config.resolve(1, 1442)
     last = json.loads((config.run_folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["petaflops"] == FLOP_PER_MAC * run_macs(config, arithmetic) / 1e15
-    assert last["images"] == 4 * arithmetic.update_views(True) + 6 * arithmetic.update_views(False)
+    assert last["views"] == 4 * arithmetic.update_views(True) + 6 * arithmetic.update_views(False)
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_cost_leaves_out_the_seconds_of_evaluations(tmp_path, monkeypatch):
 
 
 CUDA = torch.device("cuda", 0)
-BEFORE = {"images": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "macs": 7}
+BEFORE = {"views": 8, "updates": 2, "petaflops": 1e-9, "seconds": 3.0, "macs": 7}
 
 
 class FakeNvml:

@@ -16,7 +16,7 @@ def content(step: int, rows: int = 3) -> dict:
     return {
         "model": {"weight": weights, "count": torch.tensor(step)},
         "state": {"step": step, "momentum": [weights / 2]},
-        "meta": {"config": {"criterion": {"temperature": 0.1}}, "ledger": {"images": 7 * step}},
+        "meta": {"config": {"criterion": {"temperature": 0.1}}, "ledger": {"views": 7 * step}},
     }
 
 

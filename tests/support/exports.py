@@ -22,7 +22,7 @@ def save_run(folder: Path, *overrides: str, classes: int | None = None) -> torch
     m = config.model
     model = build_model(m.name, m.stem, 32, 16, classes=classes, seed=3)
     model.train()(IMAGES)  # other BatchNorm statistics than the initial ones
-    ledger = {"images": 64, "updates": 7, "petaflops": 0.1, "seconds": 1.5}
+    ledger = {"views": 64, "updates": 7, "petaflops": 0.1, "seconds": 1.5}
     meta = {"config": config.canonical(), "ledger": ledger, "epoch": 1.5, "world_size": 1}
     if classes:
         meta["classes"] = CLASSES[:classes]

@@ -25,7 +25,7 @@ def result(
     `changes` are other values of the record's keys; what is none of them is in the setting.
     """
     done = step or 0
-    ledger = {"images": 100 * done, "updates": done, "petaflops": 0.5 * done, "seconds": 36.0 * done}
+    ledger = {"views": 100 * done, "updates": done, "petaflops": 0.5 * done, "seconds": 36.0 * done}
     checkpoint = f"{home or run}/checkpoints/step_{done:08d}"
     encoder = {"source": str(source or checkpoint), "step": step, "epoch": done / 10}
     encoder |= {"method": "SimCLR + SuNCEt", "ledger": ledger}

@@ -76,7 +76,7 @@ def test_run_of_a_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, m
     last = metrics(whole.run_folder, "train")[-1]
     if method == "labels alone, SuNCEt":  # an epoch is a pass over the 70 labeled images, 40 an update
         assert "nt_xent" not in last and last["suncet"] > 0
-        assert (last["images"], last["epoch"]) == (7 * 40, 7 / (70 // 40))
+        assert (last["views"], last["epoch"]) == (7 * 40, 7 / (70 // 40))
 
 
 def every_step(config: Config, key: str) -> list[torch.Tensor]:

@@ -46,8 +46,8 @@ from tests.support.runs import (
 pytestmark = pytest.mark.slow
 
 
-def images_per_step(lines: list[dict]) -> list[int]:
-    return [b["images"] - a["images"] for a, b in itertools.pairwise([{"images": 0}, *lines])]
+def views_per_step(lines: list[dict]) -> list[int]:
+    return [b["views"] - a["views"] for a, b in itertools.pairwise([{"views": 0}, *lines])]
 
 
 EVALUATED = "evaluation.knn_every_epochs=10"
@@ -94,7 +94,7 @@ def test_supervision_ends_at_a_plateau_at_the_same_step_after_stops(tmp_path):
     lines = metrics(whole.run_folder, "train")
     # Two epochs of four updates are compared, and the second one gained too little.
     assert [line["suncet"] > 0 for line in lines] == [True] * 8 + [False] * 6
-    assert images_per_step(lines) == [112] * 8 + [72] * 6
+    assert views_per_step(lines) == [112] * 8 + [72] * 6
     for stop_at in (2, 7, 8, 11, None):  # in an epoch, at its end, after the switch-off
         train(parts, stop_at=stop_at)
     assert_equal_to_the_bit(final_state(parts), final_state(whole))

@@ -113,7 +113,7 @@ def test_fit_learns_a_separable_set(tmp_path, several):
     wanted = np.arange(10)[:, None] % CLASSES == np.arange(CLASSES)
     found = result.logits > (0 if several else result.logits.mean(1, keepdim=True))
     assert (found.numpy() == wanted).all()
-    assert result.accuracy > 0.9 and (result.ledger.images, result.ledger.updates) == (60 * 12, 60)
+    assert result.accuracy > 0.9 and (result.ledger.views, result.ledger.updates) == (60 * 12, 60)
 
 
 def test_classifier_begins_at_zero_and_draws_no_random_number(tmp_path):
@@ -166,7 +166,7 @@ def test_stream_shows_each_image_once_an_epoch_in_its_own_color(tmp_path):
 def test_batchnorm_momentum_can_be_set_and_a_batch_of_all_images_is_an_epoch(tmp_path):
     result = run(tmp_path, 2, resnet(), bn_momentum=0.25, batch_size=40)
     assert {m.momentum for m in result.model.modules() if isinstance(m, nn.BatchNorm2d)} == {0.25}
-    assert result.ledger.images == 80 and metrics(tmp_path)[-1]["epoch"] == 2
+    assert result.ledger.views == 80 and metrics(tmp_path)[-1]["epoch"] == 2
 
 
 def test_sigmoid_loss_has_no_loss_and_no_gradient_where_presence_is_unknown():
@@ -233,7 +233,7 @@ def on_rank(rank: int, world_size: int, folder: str, encoder: str, passes: tuple
     for accumulate in passes:
         module, steps = (plain_encoder(), 4) if encoder == "plain" else (resnet(), 2)
         result = run(Path(folder, str(accumulate)), steps, module, place, accumulate=accumulate)
-    return {"logits": result.logits, "loss": result.loss, "images": result.ledger.images}
+    return {"logits": result.logits, "loss": result.loss, "views": result.ledger.views}
 
 
 def test_three_ranks_equal_one_and_evaluate_ten_images_once(tmp_path):
@@ -243,7 +243,7 @@ def test_three_ranks_equal_one_and_evaluate_ten_images_once(tmp_path):
         assert found["logits"].shape == (10, CLASSES)  # none of those that fill up a rank
         assert torch.equal(found["logits"], ranks[0]["logits"])
         torch.testing.assert_close(found["logits"], alone.logits, rtol=1e-4, atol=1e-5)
-        assert found["images"] == 48 and found["loss"] == pytest.approx(alone.loss, rel=1e-5)
+        assert found["views"] == 48 and found["loss"] == pytest.approx(alone.loss, rel=1e-5)
     assert_close(weights(tmp_path / "1"), weights(tmp_path / "alone"))
 
 
@@ -289,7 +289,7 @@ def test_fit_stopped_anywhere_continues_to_the_bit(tmp_path, monkeypatch, whole,
     folder, expected = whole
     assert torch.equal(result.logits, expected.logits)
     assert (result.loss, result.accuracy) == (expected.loss, expected.accuracy)
-    assert result.ledger.images == expected.ledger.images
+    assert result.ledger.views == expected.ledger.views
     ours, theirs = (manager.load_newest(path / "checkpoints") for path in (tmp_path, folder))
     assert_equal_to_the_bit([ours.model, ours.state], [theirs.model, theirs.state])
     assert metrics(tmp_path) == metrics(folder)
