@@ -19,11 +19,10 @@ from pipelines.engines import Engine, engine_of
 from pipelines.output import say_line
 from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, Plan
 
-# How DALI and torch name a lack of memory or a GPU's failure. Decoding alone would find the files of the step good, or
-# all of them bad, where the memory is still short.
-DEVICE_FAILURE = re.compile(
-    r"[Cc]an't allocate|allocation failed|bad_alloc|out of memory|CUDA (\w+ API )?error"
-)
+# How DALI and torch name a lack of memory, and a GPU's failure. Decoding alone would find the files of the step good,
+# or all of them bad, where the memory is still short.
+NO_MEMORY = re.compile(r".*([Cc]an't allocate|allocation failed|bad_alloc|out of memory).*")
+DEVICE_FAILURE = re.compile(r"CUDA (\w+ API )?error")
 STAND_IN_ATTEMPTS = 1000  # a data set in which so many draws in a row are bad has other problems
 
 
@@ -56,7 +55,10 @@ class Loader:
             self._replace(plan.index.bad)
 
     def __call__(self, step: int) -> list[torch.Tensor]:
-        """Return the views of `step`. Raises BadImage when more files are bad than are allowed."""
+        """Return the views of `step`. Raises BadImage when more files are bad than are allowed.
+
+        Raises torch.OutOfMemoryError where the GPU has too little memory for them.
+        """
         while True:  # each repetition has replaced another bad file, and only `bad_images` are allowed
             if self._engine is None or step != self._next_step:
                 self.close()
@@ -66,6 +68,9 @@ class Loader:
             except RuntimeError as error:
                 failed = self.draws(step)
                 self.close()  # a DALI pipeline that failed once always fails
+                if short := NO_MEMORY.search(str(error)):
+                    kind = torch.OutOfMemoryError if self.options.device == "gpu" else RuntimeError
+                    raise kind(short[0]) from error
                 if DEVICE_FAILURE.search(str(error)):
                     raise
                 self._replace_bad_images(failed, error)

@@ -25,7 +25,7 @@ EXIT_CODES = """\
 exit codes:
   0    done
   1    a bug: please report it with its traceback
-  2    the config or the command line is wrong; nothing was started
+  2    the config or the command line is wrong; or a batch does not fit the GPU's memory
   3    the data is wrong: a missing folder, an image that cannot be decoded
   4    a loss is not finite; nothing of that step was saved
   5    no checkpoint can be used, or none can be written; or an export cannot (the run is saved)

@@ -2,11 +2,9 @@
 
 import time
 
-import torch
-
 from fastsuncet.models.flops import run_macs
 from fastsuncet.training.pretraining import Pretraining
-from fastsuncet.training.trainer import Trainer, require_finite_weights
+from fastsuncet.training.trainer import Trainer, require_finite_weights, within_memory
 
 TIMED = 2  # steps
 
@@ -31,17 +29,11 @@ def first_steps(trainer: Trainer[Pretraining]) -> str:
         trainer.require_finite(interval.read().first_bad)  # waits for the device
         return (time.perf_counter() - began) / max(1, len(numbers))
 
-    try:
+    with within_memory(task):
         seconds = make(0, 1)
         sums, _, wait, memory = interval.read()
         make(1, 1 + ahead)
         later = make(1 + ahead, 1 + ahead + TIMED) if steps > 1 + ahead else seconds
-    except torch.OutOfMemoryError as error:
-        key = "unsupervised_batch_size" if task.stream.views else "supervised_imgs_per_class"
-        reason = ". ".join(str(error).split(". ")[:2])
-        fix = "Lower it, or set criterion.micro_batch to pass the batch in pieces"
-        text = f"does not fit the GPU's memory: {reason}. {fix}"
-        raise task.config.error(f"criterion.{key}", text) from None
     require_finite_weights(task.model, 1)
     losses = (f"{name} {loss:.4f}" for name, loss in zip(task.terms, sums.mean(0).tolist()) if name != "none")
     kind = "memory of the GPU" if task.place.device.type == "cuda" else "resident memory"

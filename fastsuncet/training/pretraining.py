@@ -42,6 +42,7 @@ class Pretraining(TrainingTask[Batch]):
     optimizer: DeviceLR
     roles = (UNLABELED, LABELED)
     value_count = 4
+    pieces_key = "criterion.micro_batch"
     world_size_note = (
         "the same images in the same global batches, so results are equal up to rounding, not to the bit"
     )
@@ -61,6 +62,8 @@ class Pretraining(TrainingTask[Batch]):
         self.stream, self.images, self.evaluate_online, self.paths = stream, images, evaluate_online, paths
         o, a = config.optimization, arithmetic
         self.steps, self.steps_per_epoch = a.steps, a.steps_per_epoch
+        size = "unsupervised_batch_size" if stream.views else "supervised_imgs_per_class"
+        self.batch_key = f"criterion.{size}"
         self.lr = partial(
             warmup_cosine,
             steps=a.steps,

@@ -15,8 +15,8 @@ distributed/signals.py has the road of a stop signal.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -33,7 +33,7 @@ from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.distributed.stop_consensus import StopConsensus
-from fastsuncet.errors import CheckpointError, HungError, NumericalError, Preempted
+from fastsuncet.errors import CheckpointError, ConfigError, HungError, NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
 from fastsuncet.training.logger import RunLogger
@@ -76,6 +76,8 @@ class TrainingTask(ABC, Generic[BatchType]):
     roles: tuple[str, str]  # of the images of each term, in the stream
     columns: tuple[str, ...]  # of metrics.csv, without "step"
     steps_per_epoch: int
+    batch_key: str  # of the config: the images of an update
+    pieces_key: str  # of the config: passes them in pieces
     log_every: int  # updates per metrics line
     save_every: tuple[int, ...]  # updates; the last update and a stop are saved too
     keep: int  # newest checkpoints that stay on the disk
@@ -129,6 +131,19 @@ class TrainingTask(ABC, Generic[BatchType]):
         """Continue from the values of `state`."""
 
 
+@contextmanager
+def within_memory(task: TrainingTask) -> Iterator[None]:
+    """Raise ConfigError, with the key and its line, in place of torch's error where the GPU has too little memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = ". ".join(str(error).split(". ")[:2])
+        raise ConfigError(
+            f"{task.config.where(task.batch_key)} does not fit the GPU's memory: {reason}. Lower it, or set "
+            f"{task.pieces_key} to pass the batch in pieces"
+        ) from error
+
+
 Task = TypeVar("Task", bound=TrainingTask)
 
 
@@ -150,8 +165,8 @@ class Trainer(Generic[Task]):
     def run(self, signals: SignalFlag) -> None:
         """Train to the last step.
 
-        Raises Preempted, once all is saved, after a signal to any rank, and NumericalError, before anything is saved,
-        for a loss or a weight that is not finite.
+        Raises Preempted, once all is saved, after a signal to any rank, NumericalError, before anything is saved, for a
+        loss or a weight that is not finite, and ConfigError for a batch that a GPU cannot hold.
         """
         task = self.task
         if self.step == task.steps and self.evaluated:
@@ -166,6 +181,7 @@ class Trainer(Generic[Task]):
         on_rank_0(self.place, room)
         settings = (task.config, self.folder, task.columns, task.terms, task.steps, self.step, self.place)
         with (
+            within_memory(task),
             closing(task),
             RunLogger(*settings, evaluated=self.evaluated) as self.logger,
             self.watched(signals) as self.heart,

@@ -68,7 +68,8 @@ def test_dry_run_step_times_a_few_updates_and_keeps_nothing(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_step_that_does_not_fit_names_its_key_and_line(monkeypatch, capsys):
+@pytest.mark.parametrize("dry", [True, False])
+def test_run_that_does_not_fit_a_gpu_names_its_key_and_line(dry, tmp_path, monkeypatch, capsys):
     call = step.nn.Module.__call__
 
     def full(module, *given):
@@ -77,10 +78,14 @@ def test_dry_run_step_that_does_not_fit_names_its_key_and_line(monkeypatch, caps
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...")
 
     monkeypatch.setattr(step.nn.Module, "__call__", full)
-    assert cli.main(DRY) == 2
+    words = DRY if dry else ["train", "digits_demo", *SMALL, f"logging.folder={tmp_path}"]
+    assert cli.main(words) == 2
     error = capsys.readouterr().err
     assert "command line: criterion.unsupervised_batch_size=360" in error
     assert "does not fit the GPU's memory: CUDA out of memory. Tried to allocate 20.00 GiB. Lower it" in error
+    for status in tmp_path.glob("*/status.json"):
+        said = json.loads(status.read_text())
+        assert said["exit_code"] == 2 and "does not fit the GPU's memory" in said["message"]
 
 
 def test_dry_run_refuses_a_tracker_whose_package_is_missing(monkeypatch, capsys):

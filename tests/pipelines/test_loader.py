@@ -262,6 +262,11 @@ def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure,
     with pytest.raises(RuntimeError, match=re.escape(failure)):
         loader(0)
     assert not loader.bad
+    loader.options = replace(loader.options, device="gpu")
+    kind = torch.OutOfMemoryError if "alloc" in failure else RuntimeError
+    with pytest.raises(kind, match=re.escape(failure)) as raised:
+        loader(0)
+    assert raised.type is kind
 
 
 def test_evaluation_shows_every_image_once_in_order_and_can_be_repeated(index, reader):

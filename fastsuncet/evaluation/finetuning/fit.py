@@ -149,6 +149,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
     terms = ("cross_entropy", "train_accuracy")
     columns = ("epoch", *terms, *SPEED, *COST)
     roles = (ROLE, ROLE)
+    batch_key, pieces_key = "finetune.batch_size", "finetune.accumulate"
     keep, keep_at_end = 2, 1
     ledger_key = "fit_ledger"  # "ledger" is that of the pre-training
     world_size_note = (

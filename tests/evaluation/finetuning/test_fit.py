@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -324,6 +325,15 @@ def test_fit_with_a_loss_not_finite_saves_nothing_and_names_images(tmp_path):
     with pytest.raises(NumericalError, match=said):
         run(tmp_path, lr=1e38)
     assert not list((tmp_path / "checkpoints").glob("step_*"))
+
+
+def test_fit_that_does_not_fit_a_gpu_names_its_key(tmp_path, monkeypatch):
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0"))
+    monkeypatch.setattr(FineTuning, "train_step", full)
+    with pytest.raises(
+        ConfigError, match=r"finetune.batch_size.* 2 GiB\. Lower it, or set finetune.accumulate"
+    ):
+        run(tmp_path)
 
 
 def test_mean_square_makes_no_second_copy_of_the_features(monkeypatch):
