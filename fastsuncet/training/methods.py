@@ -66,7 +66,8 @@ def paws(config: Config, out: Outputs, labels: Tensor, per_class: Tensor | None)
         sharpen=p.sharpen,
         smoothing=p.smoothing,
         prior=prior,
-        classes=config.criterion.classes_per_batch,
+        # An image that stands in for a bad one can be of a class of its own.
+        classes=None if config.data.bad_images else config.criterion.classes_per_batch,
     )
     return cross_entropy + me_max if p.me_max else cross_entropy
 

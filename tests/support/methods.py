@@ -46,8 +46,8 @@ PER_CLASS_IN_ALL = torch.tensor([4.0, 1.0, 5.0], dtype=torch.float64)  # labeled
 TAU = 0.2
 
 
-def config_of(method: str) -> Config:
-    return load_config(CONFIGS / "digits_demo.yaml", METHODS[method])
+def config_of(method: str, *overrides: str) -> Config:
+    return load_config(CONFIGS / "digits_demo.yaml", [*METHODS[method], *overrides])
 
 
 def small(folder, method: str, *overrides: str) -> Config:

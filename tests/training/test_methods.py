@@ -14,6 +14,7 @@ from fastsuncet.config import Config
 from fastsuncet.config.schema import CriterionSection
 from fastsuncet.training import methods
 from tests.support.methods import (
+    CLASSES,
     METHODS,
     TAU,
     U,
@@ -61,6 +62,12 @@ def test_method_is_the_sum_of_the_papers_losses_with_its_gradient(method):
     assert (losses[1] > 0) == ("none" not in methods.terms(config)[1:])
     wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()}
     torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-13)
+
+
+def test_paws_takes_images_that_stand_in_from_more_classes_than_a_batch_has():
+    config = config_of("PAWS", f"criterion.classes_per_batch={CLASSES - 1}", "data.bad_images=1")
+    losses, _ = loss_and_gradients(config, network(config), *images(config))
+    torch.testing.assert_close(losses, dense(config, network(config), *images(config)))
 
 
 @pytest.mark.slow
