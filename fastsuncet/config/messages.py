@@ -87,7 +87,7 @@ def _wrong(schema: Schema, key: str, value: Any) -> str:
         return text
     parts = _parts(field.annotation)
     if isinstance(value, str):
-        choices = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+        choices = [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
         near = get_close_matches(value.lower(), choices, 1)
         # A word that differs only in its number is no typing error: resnet101 does not mean resnet50.
         if near and re.sub(r"\d", "", near[0]) != re.sub(r"\d", "", value):
