@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
         start = time.perf_counter()
         path = built(prebuilt=prebuilt)
     except DataError as error:
-        print(f"{error}\nDALI's own operators are used instead: same pixels, slower.", file=sys.stderr)
+        print(f"{error}\nRuns go without it, slower.", file=sys.stderr)
         return 1
     seconds = time.perf_counter() - start
     print(f"Built in {seconds:.0f} s, equal to DALI's CPU operators to the bit: {path}")

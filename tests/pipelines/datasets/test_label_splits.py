@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,9 @@ def test_split_has_counts_and_a_fingerprint(index, names):
     assert str(split) == (
         f"3 labeled images, 0 to 2 in each of 4 classes (names.txt, sha256 {digest[:12]}; names "
         f"{split.fingerprint[:12]})"
+    )
+    assert str(replace(split, per_class=split.per_class + 1000)).startswith(
+        "3 labeled images, 1,000 to 1,002 in"
     )
 
 
