@@ -55,7 +55,7 @@ def paws(labels: Tensor, targets: Tensor, target_supports: Tensor) -> Loss:
         with torch.no_grad():
             large = sharpen(snn(targets, target_supports))
             wanted = torch.cat([large, *[sum(large.chunk(2)) / 2] * 6])
-            wanted[wanted < 1e-4] = 0
+            wanted.masked_fill_(wanted < 1e-4, 0)
         p = snn(z[: -len(labels)], z[-len(labels) :])
         mean = sharpen(p).mean(dim=0)
         return (p**-wanted).log().sum(dim=1).mean() - (mean**-mean).log().sum()
