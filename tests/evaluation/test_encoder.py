@@ -18,7 +18,6 @@ from fastsuncet.models.pretrained_weights import read_weights, read_weights_of
 from fastsuncet.models.resnet import build_model
 from tests.support.checkpoints import corrupt
 from tests.support.runs import CONFIGS
-from tests.support.vectors import FOLDER
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -175,17 +174,6 @@ def test_load_encoder_reads_the_authors_checkpoints(tmp_path, config, layout, pr
     assert (encoder.name, encoder.stem, encoder.width) == ("resnet18", "imagenet", 512)
     assert torch.equal(outputs(encoder.module), outputs(network))
     assert read_weights(path).classifier is None, "a projection head is no classifier"
-
-
-@pytest.mark.parametrize("layout", HEADS)
-def test_load_encoder_places_every_key_of_the_authors_lists(tmp_path, config, layout):
-    path = FOLDER / f"state_dict_keys_{layout}.json"
-    if not path.exists():
-        pytest.skip(f"no {path.name}: set FASTSUNCET_VECTORS to the folder that holds the authors' vectors")
-    listed = json.loads(path.read_text()).items()
-    state = {key: torch.zeros(shape, dtype=getattr(torch, kind[6:])) for key, (shape, kind) in listed}
-    torch.save({"encoder": state}, tmp_path / "authors.pth.tar")
-    assert load_encoder(tmp_path / "authors.pth.tar", config).name == "resnet50"
 
 
 @pytest.mark.slow
