@@ -390,12 +390,14 @@ def describe(classifier: Classifier) -> list[str]:
             f"expected     unknown: {why}",
             "calibration  not measured; as a rule the probabilities are too high",
         ]
-    low, high = (100 * x for x in wilson_interval(worth.accuracy * worth.judged, worth.judged))
+    # A new image is about as often of a class without a label as one of these is alone in its class (Good 1953).
     alone = worth.labels - worth.learned - worth.judged if worth.by == BY_FOLDS.format(worth.judged) else 0
-    left_out = f"; single labels of {alone} classes cannot be judged" if alone else ""
+    right, counted = worth.accuracy * worth.judged, worth.judged + alone
+    low, high = (100 * x for x in wilson_interval(right, counted))
+    left_out = f"; {alone} alone in their class count as wrong" if alone else ""
     left_out += f"; the network has learned from the other {worth.learned:,}" if worth.learned else ""
     lines.append(
-        f"expected     {100 * worth.accuracy:.1f} % right, 95 % interval {low:.1f} to {high:.1f} "
+        f"expected     {100 * right / counted:.1f} % right, 95 % interval {low:.1f} to {high:.1f} "
         f"({worth.by}{left_out})"
     )
     few = f"; {worth.judged} images tell this only roughly" if worth.judged < FEW_JUDGED else ""

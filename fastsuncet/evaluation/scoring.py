@@ -215,7 +215,7 @@ def labeled(images: Images) -> np.ndarray:
 def labels_record(images: Images, config: Config) -> dict[str, Any]:
     """Return what a result records of the labels: how they were chosen, their share of the images, how many."""
     split = config.data.split
-    share, count = split.fraction, len(images.split.indices)
+    share, count = split.fraction, len(labeled(images))
     share = round(count / len(images.train), 4) if share is None else share
     record = {"kind": split.kind, "fraction": share, "count": count}
     # Kind and share alone do not identify the images.
