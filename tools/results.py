@@ -536,6 +536,7 @@ def draw(path: Path, picture: Path) -> None:
                     top = 100 * mean(points.best(Studies(here=study), name, ["here"]).values())
                     axes.axhline(top, color="0.4", linestyle=dashes, label=f"{name}, best checkpoint")
             axes.set(title=heading, ylabel="test accuracy, %")
+            axes.set_xlabel(f"pre-training {axes.get_xlabel()} (6 x MAC a view)")
         write(figure, picture.with_suffix(""), [picture.suffix.removeprefix(".")])
 
 
