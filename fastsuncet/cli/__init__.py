@@ -137,6 +137,16 @@ def _run(arguments: list[str] | None) -> int:
         sys.stdout.flush()
         _print_error(str(error))
         return error.exit_code
+    except RuntimeError as error:
+        # torch's own error, by its name because not every command imports torch, or that of CUDA.
+        if type(error).__name__ != "OutOfMemoryError" and "CUDA error: out of memory" not in str(error):
+            raise
+        reason = ". ".join(str(error).splitlines()[0].split(". ")[:2])
+        _print_error(
+            f"{reason}. `nvidia-smi` shows what other programs take; with CUDA_VISIBLE_DEVICES= in front a command "
+            "computes on the CPU"
+        )
+        return UsageError.exit_code
     except OSError as error:
         if error.errno not in (*DISK_FULL, *PERMISSION, *LOST):
             raise

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from fastsuncet import __version__, cli
 from fastsuncet.cli._parser import Parser, overview
@@ -243,6 +244,7 @@ FILE, MOVE = "runs/x/meta.json", "or choose another folder"
 FOLDER = f"{FILE}. Check the owner and mode of the folder, {MOVE}"
 LOST = f"{FILE}. The disk, the file server or its mount failed: see the system's log (dmesg), {MOVE}"
 FULL = f"No space left on device: {FILE}. Free some disk space, {MOVE}"
+GPU = "`nvidia-smi` shows what other programs take; with CUDA_VISIBLE_DEVICES= in front a command computes on the CPU"
 
 
 @pytest.mark.parametrize(
@@ -259,6 +261,12 @@ FULL = f"No space left on device: {FILE}. Free some disk space, {MOVE}"
         (os_error(errno.ENOSPC), 5, FULL),
         (os_error(errno.EIO), 5, f"Input/output error: {LOST}"),
         (os_error(errno.ESTALE), 5, f"Stale file handle: {LOST}"),
+        (
+            torch.OutOfMemoryError("CUDA is full. Tried 2 GiB. GPU 0 has"),
+            2,
+            f"CUDA is full. Tried 2 GiB. {GPU}",
+        ),
+        (RuntimeError("CUDA error: out of memory\nCompile"), 2, f"CUDA error: out of memory. {GPU}"),
     ],
 )
 def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, capsys, monkeypatch):
