@@ -31,13 +31,15 @@ def calibrate(logits: Tensor, labels: Tensor) -> Calibration:
     """Return the calibration of logits (N, C) of images that the classifier has not learned from, labels int64 (N,)."""
     if not len(labels):
         return Calibration()
-    temperature = fit_temperature(logits, labels)
+    temperature, _ = fit_temperature(logits, labels)
     after, before = (calibration_error((logits / t).softmax(1), labels) for t in (temperature, 1.0))
     return Calibration(temperature, after, before)
 
 
-def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """Return the T that minimizes the mean cross-entropy of softmax(logits / T); logits (N, C), labels int64 (N,).
+def fit_temperature(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return the T that minimizes the mean cross-entropy of softmax(logits / T), and this cross-entropy.
+
+    logits (N, C), labels int64 (N,).
 
     The targets hold one more image that is of each class alike. Without it, T would fall to 0 where all N images are
     classified right, and a hundred labels would make every probability 1.
@@ -51,7 +53,8 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
         inverse = (low * high) ** 0.5
         slope = ((inverse * logits).softmax(1) * logits).sum(1) - target
         low, high = (inverse, high) if slope.mean() < 0 else (low, inverse)
-    return 1 / (low * high) ** 0.5
+    inverse = (low * high) ** 0.5
+    return 1 / inverse, ((inverse * logits).logsumexp(1) - inverse * target).mean().item()
 
 
 def calibration_error(probabilities: Tensor, labels: Tensor) -> float:

@@ -19,6 +19,7 @@ from fastsuncet.config.schema import LinearSection
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import broadcast, broadcast_json, rank, sum_over_ranks, world_size
 from fastsuncet.distributed.place import Place
+from fastsuncet.evaluation.calibration import fit_temperature
 from fastsuncet.evaluation.scoring import Measured, examples, measured, own_rows
 
 TOLERANCE = 1e-6  # the fit has converged when no element of the mean loss's gradient is larger
@@ -127,29 +128,37 @@ def folds(labels: Tensor, seed: int = 0) -> Tensor:
 
 
 def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float:
-    """Return the element of STRENGTHS that classifies most of the left-out images right, of equal ones the smallest.
+    """Return the element of STRENGTHS whose probabilities fit the left-out images best, after one temperature.
 
-    1 where none is right more often than a guess of the largest class: with a label or two a class, as many folds.
+    Strengths that are right equally often differ in that, so few labels choose by more than a count. 1 where none is
+    right more often than a guess of the largest class: with a label or two a class, as many folds.
 
-    `features` (N, E), `labels` (N,). With more than MANY images only one fold is left out, so the choice takes one fit
-    for each strength and not FOLDS. Collective: ranks have the same features and share the strengths.
+    `features` (N, E), `labels` (N,). The only image of its class is never left out. With more than MANY images only one
+    fold is, so the choice takes one fit for each strength and not FOLDS. Collective: ranks have the same features and
+    share the strengths.
     """
-    right, judged = torch.zeros(len(STRENGTHS), device=labels.device), labels.new_zeros(num_classes)
-    for fold in range(FOLDS if len(labels) <= MANY else 1):
-        left_out = folds(labels) == fold
-        if left_out.all() or not left_out.any():
-            continue  # of fewer than FOLDS images
-        x, truth = features[~left_out], labels[~left_out]
-        judged += labels[left_out].bincount(minlength=num_classes)
-        # A gradient of 1e-4 is far from the optimum's digits and no longer moves the accuracy.
-        options = {"max_iterations": 200, "tolerance": 1e-4}
-        for i in range(rank(), len(STRENGTHS), world_size()):
-            fit = fit_linear(x, truth, num_classes, strength=STRENGTHS[i], **options)
-            right[i] += (fit.scores(features[left_out]).argmax(1) == labels[left_out]).sum().item()
-    right = sum_over_ranks(right)
-    if right.max() <= judged.max():
+    fold_of, judged = folds(labels), torch.bincount(labels)[labels] > 1
+    parts = [(fold_of == fold) & judged for fold in range(FOLDS if len(labels) <= MANY else 1)]
+    parts = [left_out for left_out in parts if left_out.any()]
+    if not parts:
+        return 1.0
+    truth = torch.cat([labels[left_out] for left_out in parts])
+    losses, right = torch.zeros(2, len(STRENGTHS), dtype=torch.float64, device=labels.device)
+    # A gradient of 1e-4 is far from the optimum's digits and no longer moves the accuracy.
+    options = {"max_iterations": 200, "tolerance": 1e-4}
+    for i in range(rank(), len(STRENGTHS), world_size()):
+        logits = []
+        for left_out in parts:
+            x, y = features[~left_out], labels[~left_out]
+            fit = fit_linear(x, y, num_classes, strength=STRENGTHS[i], **options)
+            logits.append(fit.scores(features[left_out]))
+        found = torch.cat(logits)
+        losses[i] = fit_temperature(found, truth)[1]
+        right[i] = (found.argmax(1) == truth).sum()
+    losses, right = sum_over_ranks(torch.stack([losses, right]))
+    if right.max() <= truth.bincount().max():
         return 1.0  # the smallest would predict one class for all images
-    return STRENGTHS[int(right.argmax())]
+    return STRENGTHS[int(losses.argmin())]
 
 
 def fit_on_ranks(
