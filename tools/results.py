@@ -4,6 +4,7 @@
     python tools/results.py show docs/results/NAME/points.csv [--figure FILE.png]          # from points to the tables
     python tools/results.py runs docs/results/NAME/accuracies.csv   # from single runs to their table
     python tools/results.py suggestions docs/results/suggestions/accuracies.csv
+    python tools/results.py strengths docs/results/linear-strength/accuracies.csv
     python tools/results.py demo docs/demo                      # from the files of `fastsuncet demo` to the tables
 
 A run folder is named EXPERIMENT-METHOD-seedN. `collect` keeps the other points of its file, so that each run can be
@@ -509,6 +510,26 @@ def show_suggestions(path: Path) -> list[str]:
     return [table(head, rows)]
 
 
+def show_strengths(path: Path) -> list[str]:
+    """Return the table of two choices of the linear classifier's strength, and the decision of its rules."""
+    columns = ("features", "labels", "most_right_top1", "new_top1")
+    rows: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
+    encoders: dict[str, list[float]] = defaultdict(list)
+    for features, labels, old, new in points.rows_of(path, columns):
+        images = "CIFAR-10" if features.startswith("cifar10") else "photos"
+        rows[images, labels].append((float(old), float(new)))
+        encoders[features].append(float(new) - float(old))
+    shown = [
+        [*key, *(f"{mean(each):.2f}" for each in zip(*found)), f"{len(found)}"] for key, found in rows.items()
+    ]
+    less = [mean(each) for each in encoders.values()]
+    center, half = points.interval(less)
+    return [
+        table(["images", "labels", "most often right, top-1, %", "best probabilities", "choices"], shown),
+        f"{len(less)} encoders: {plus_minus(less)} points. By the rule: **{'new' if center > half else 'old'}**.",
+    ]
+
+
 def draw(path: Path, picture: Path) -> None:
     """Draw accuracy against FLOPs as `fastsuncet report` does, and the labels alone at their best checkpoints.
 
@@ -540,7 +561,8 @@ def draw(path: Path, picture: Path) -> None:
         write(figure, picture.with_suffix(""), [picture.suffix.removeprefix(".")])
 
 
-SHOWN = {part.__name__.removeprefix("show_"): part for part in (show, show_runs, show_suggestions, show_demo)}
+PARTS = (show, show_runs, show_suggestions, show_strengths, show_demo)
+SHOWN = {part.__name__.removeprefix("show_"): part for part in PARTS}
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from tools.points import COLUMNS, HELD_OUT_SEED, interval
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "docs" / "results").glob("*/points.csv"))
 SUGGESTIONS = ROOT / "docs" / "results" / "suggestions" / "accuracies.csv"
+STRENGTHS = ROOT / "docs" / "results" / "linear-strength" / "accuracies.csv"
 PAGE = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
 show = functools.cache(results.show)
 
@@ -31,6 +32,7 @@ def test_page_names_no_interval_that_is_not_in_a_table(name):
     tables = [
         *(each for path in EXPERIMENTS for each in show(path)),
         *results.show_suggestions(SUGGESTIONS),
+        *results.show_strengths(STRENGTHS),
     ]
     page = " ".join((ROOT / name).read_text(encoding="utf-8").split())
     for pattern in (INTERVAL, RANGE):
@@ -41,10 +43,10 @@ def test_page_names_no_interval_that_is_not_in_a_table(name):
 
 def test_pages_hold_the_other_tables():
     readme, *tables = results.show_demo(ROOT / "docs" / "demo")
-    tables += results.show_suggestions(SUGGESTIONS)
+    tables += [*results.show_suggestions(SUGGESTIONS), *results.show_strengths(STRENGTHS)]
     tables += results.show_runs(ROOT / "docs" / "results" / "clothing-paws" / "accuracies.csv")
     assert readme in (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(tables) == 4 and all(table in PAGE for table in tables)
+    assert len(tables) == 6 and all(table in PAGE for table in tables)
 
 
 def test_results_pair_seeds_where_a_method_lacks_one(tmp_path):
