@@ -9,9 +9,8 @@ CPU = torch.device("cpu")
 U, S = 6, 8
 
 
-def batch_of(config: Config, labeled: int) -> Batch:
-    generator = torch.Generator().manual_seed(0)
-    shown = tuple(torch.rand(U, 3, v.size, v.size, generator=generator) for v in views(config))
-    size = config.data.augmentation.size
-    images = torch.rand(labeled, 3, size, size, generator=generator)
-    return Batch(0, shown, images, torch.arange(labeled) // 2)
+def batch_of(config: Config, labeled: int, images: int = U, seed: int = 0) -> Batch:
+    draw, size = torch.Generator().manual_seed(seed), config.data.augmentation.size
+    shown = tuple(torch.rand(images, 3, v.size, v.size, generator=draw) for v in views(config))
+    rows = torch.rand(labeled, 3, size, size, generator=draw)
+    return Batch(0, shown, rows, torch.arange(labeled) // 2)

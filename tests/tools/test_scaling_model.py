@@ -11,12 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.config import load_config
-from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.place import Place
 from fastsuncet.training.step import build, train_step
 from tests.support.methods import METHODS
 from tests.support.ranks import run_ranks
 from tests.support.runs import small_config
+from tests.support.steps import batch_of
 from tools.bench.dispatch_counter import tensors
 from tools.scaling import scaling_model
 from tools.scaling.scaling_model import Network, predict
@@ -77,10 +77,7 @@ def _record(rank: int, world_size: int, folder: Path, overrides: tuple[str, ...]
     config = small_config(folder, *overrides)
     place = Place(rank, world_size, torch.device("cpu"))
     _, network, optimizer, method = build(config, place, CLASSES, range(1, CLASSES + 1))
-    draw = torch.Generator().manual_seed(rank)
-    shown = tuple(torch.rand(IMAGES, 3, v.size, v.size, generator=draw) for v in views(config))
-    images = torch.rand(labeled, 3, 16, 16, generator=draw)
-    batch = Batch(0, shown, images, torch.arange(labeled) // 2)
+    batch = batch_of(config, labeled, IMAGES, seed=rank)
     for _ in range(2):
         with Recorder() as recorder:
             train_step(network, optimizer, batch, 0.1, method)

@@ -32,15 +32,17 @@ class RankCounter(Counter):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-def counted(config: Config, labeled: int = S, place: Place | None = None, counts=Counter) -> Counter:
+def counted(
+    config: Config, labeled: int = S, images: int = U, place: Place | None = None, counts=Counter
+) -> Counter:
     """Return what the third step of a run does: the first ones create momentum and, on several ranks, buckets."""
     _, network, optimizer, method = build(config, place or Place(0, 1, CPU), 10, range(1, 11))
-    batch, interval = batch_of(config, labeled), MetricsInterval(CPU, 4)
+    batch, interval = batch_of(config, labeled, images), MetricsInterval(CPU, 4)
     for _ in range(2):
         train_step(network, optimizer, batch, 0.1, method)
     with counts() as counter:
         losses = train_step(network, optimizer, batch, 0.1, method)
-        interval.add(losses, 0, 2 * U + labeled)
+        interval.add(losses, 0, 2 * images + labeled)
     assert torch.isfinite(losses).all()
     return counter
 
@@ -72,13 +74,12 @@ def test_step_on_two_ranks_does_not_wait(tmp_path):
     assert run_ranks(waits_on_a_rank, 2, tmp_path) == [0, 0]
 
 
-def test_step_launches_few_operators_however_large_its_batch(tmp_path, monkeypatch):
+def test_step_launches_few_operators_however_large_its_batch(tmp_path):
     config = small(tmp_path, "SimCLR + SuNCEt")
     operators = counted(config).operators
     # About 290: 36 layers forward and backward, the losses, LARS by 21. A loop over tensors or classes adds hundreds.
     assert 200 < operators <= 330
-    monkeypatch.setattr("tests.training.test_step_syncs.U", 30)
-    assert counted(config, labeled=40).operators == operators
+    assert counted(config, labeled=40, images=30).operators == operators
 
 
 class LabelsOfFive:
