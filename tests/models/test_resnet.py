@@ -167,6 +167,19 @@ def test_every_parameter_gets_a_gradient(prediction_head):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
+def test_stride_over_one_pixel_has_its_gradient_in_bfloat16():
+    convolution = build_model("resnet_tiny", seed=1).encoder.layer3[0].conv1
+    expected, generator = torch.zeros_like(convolution.weight), torch.Generator().manual_seed(0)
+    for _ in range(10):
+        written = [torch.full_like(convolution.weight, math.nan, dtype=torch.bfloat16) for _ in range(3)]
+        del written  # what a kernel that does not write its result returns
+        x = torch.randn(12, 32, 1, 1, generator=generator).bfloat16()
+        with torch.autocast("cpu", torch.bfloat16):
+            convolution(x).sum().backward()
+        expected[..., 1, 1] += x.float().sum(0)[:, 0, 0]  # the other weights see padding alone
+    torch.testing.assert_close(convolution.weight.grad, expected, rtol=0.02, atol=0.1)
+
+
 def test_initialize_refuses_a_layer_without_a_rule():
     with pytest.raises(TypeError, match="no rule for the parameters of PReLU"):
         initialize(nn.Sequential(nn.Linear(2, 2), nn.PReLU()), seed=0)
