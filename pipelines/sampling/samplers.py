@@ -213,9 +213,10 @@ class ClassSampler:
             )
         left_out = len(self._classes) % self.classes_per_batch
         if left_out:
+            cycle = "step" if self.steps_per_cycle == 1 else f"cycle of {self.steps_per_cycle} steps"
             notes.append(
                 f"{self.classes_per_batch} classes a batch do not divide {len(self._classes)} classes: every "
-                f"cycle of {self.steps_per_cycle} steps leaves out {left_out}, drawn anew"
+                f"{cycle} leaves out {left_out}, drawn anew"
             )
         if m == 1:
             notes.append(

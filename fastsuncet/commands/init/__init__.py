@@ -88,7 +88,7 @@ def written(plan: Proposal, s: Survey, hours: float) -> str:
     kind = {"csv": "labels in a file", "images": "no labels", "image_folder": "folders are classes"}
     first = [Choice(f"data.{k}", value, kind[value] if k == "kind" else "") for k, value in s.data.items()]
     lines = [
-        f"# {plan.method}: {s.images:,} images, {s.labels:,} labels, {hours:g} hours.",
+        f"# {plan.method}: {s.images:,} images, {s.labels:,} labels, --hours {hours:g}.",
         "# Written by `fastsuncet init`. Change what you like; `fastsuncet config KEY` explains a key.",
     ]
     above: list[str] = []

@@ -186,7 +186,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
             )
     predicted = updates * each / 3600 / TRAINING
     if predicted > 1.01 * hours:
-        notes.append(f"the shortest sensible run takes longer than the {hours:g} hours given")
+        notes.append(f"the shortest sensible run takes longer than --hours {hours:g}")
 
     validation, why_validation = s.validation, "never learned from"
     if not s.labels:
@@ -246,7 +246,7 @@ def _criterion(
     if alone and s.labels >= MANY_LABELS * s.images:
         yield Choice("criterion.instance", "none", "most images have labels, which teach more than contrast")
     elif alone:
-        passes = f"{hours:g} hours give fewer than {FEW_PASSES} passes"
+        passes = f"--hours {hours:g} gives fewer than {FEW_PASSES} passes"
         why = passes if enough is None else f"there are fewer than {FEW_IMAGES:,} images"
         yield Choice("criterion.instance", "none", f"labels alone: {why}, too few for contrast")
     else:

@@ -184,7 +184,7 @@ def test_class_notes_name_what_is_empty_left_over_shared_and_repeated():
     sampler = ClassSampler(*labeled([0, 1, 2, 3, 40, 40]), 4, 8, 4, seed=0, class_names=names)
     empty, chunks, shared, repeated = sampler.notes()
     assert "1 of 6 classes" in empty and empty.endswith("never drawn: ant")
-    assert "leaves out 1" in chunks
+    assert "every step leaves out 1" in chunks
     assert "the 8 a batch takes" in shared and shared.endswith(": cat (2), dog (3)")
     assert "the 2 a rank takes" in repeated and repeated.endswith(": bee (1)")
     many = ClassSampler(*labeled([2] * 30), 5, 4, 2, seed=0)
