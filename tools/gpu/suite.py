@@ -14,7 +14,7 @@ report says so. The view operator needs a compiler and DALI's headers, or is bui
 same DALI: python -m pipelines.dali.view_operator --prebuilt.
 
 Where a machine is lent for minutes, three calls, each with a PREFIX of its own: --minutes 8 --only imagenet profile
-feed start; CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment of --minutes 1.5 --only profile; --minutes 5 --only tests
+ahead start; CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment of --minutes 1.5 --only profile; --minutes 5 --only tests
 resume lars losses. The part ladder compares as many settings as it has time for, on every GPU.
 
 The exit code is 0 if every part that was started succeeded, 2 if none could be started (no GPU, no folder to write to),
@@ -132,6 +132,8 @@ def tune(options: Options) -> list[str]:
 
 # What a run has, without the trials that find it, and what is likely faster.
 AS_A_RUN, FAST = "model.fused_batchnorm=true", ("meta.cuda_graph=true", "meta.deterministic=false")
+# On a busy card each small kernel of a decoder waits for a slot, and its thread with it.
+AHEAD = ("data.decode_threads=16", "data.prefetch=4")
 PARTS = (
     Part(
         "imagenet",
@@ -141,6 +143,12 @@ PARTS = (
     ),
     Part("profile", 2, "where the time of a step goes, fixed and end to end", workload("profile")),
     Part("feed", 2, "the loader alone", workload("feed")),
+    Part(
+        "ahead",
+        2.5,
+        "the same step with more decoding threads and read-ahead",
+        step("in1k_10pct", IMAGENET, AS_A_RUN, "--against", *AHEAD),
+    ),
     Part("start", 3, "what a run does until its first updates", workload("start")),
     Part("tests", 3.5, "the tests that need a GPU", gpu_tests),
     Part("resume", 2, "a continued run against a whole one, to the bit", workload("resume")),
