@@ -9,8 +9,8 @@ from fastsuncet import cross_entropy, nt_xent, paws, suncet, sup_con, swav
 from fastsuncet.losses.swav import prototype_scores
 
 
-def draw(rows: int, width: int = 32) -> torch.Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+def draw(rows: int) -> torch.Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
 
 
 LABELS, OTHERS = torch.arange(300) % 7, draw(40)

@@ -25,9 +25,9 @@ def draw(seed: int, rows: int, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(rows, width, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
-def batch_of(rank: int = 0, images=IMAGES, views=VIEWS, width=WIDTH) -> tuple[torch.Tensor, ...]:
+def batch_of(rank: int = 0, images=IMAGES, width=WIDTH) -> tuple[torch.Tensor, ...]:
     """Return anchors, supports, labels, targets, target_supports."""
-    sizes = (views * images, SUPPORTS, 2 * images, SUPPORTS)
+    sizes = (VIEWS * images, SUPPORTS, 2 * images, SUPPORTS)
     anchors, supports, targets, of_targets = (draw(10 * rank + i, n, width) for i, n in enumerate(sizes))
     return anchors, supports, torch.tensor(LABELS[rank]), targets, of_targets
 

@@ -38,9 +38,9 @@ def no_batch_system(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
 
-def lines(*records: dict, total: int = 600, **options) -> list[str]:
+def lines(*records: dict, **options) -> list[str]:
     stream = io.StringIO()
-    shown = ProgressBar(total, losses=LOSSES, stream=stream, **options)
+    shown = ProgressBar(600, losses=LOSSES, stream=stream, **options)
     for record in records:
         shown.update(record)
     shown.close()

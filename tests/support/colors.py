@@ -20,10 +20,10 @@ class MeanColor(nn.Module):
         return images.mean((2, 3)).flip(1)
 
 
-def write_colors(folder: Path, train=(5, 6, 7), validation=(3, 4, 4)) -> Path:
-    """Write `train` and `validation` images of r, g and b below `folder`, and a config; return `folder`."""
+def write_colors(folder: Path) -> Path:
+    """Write 18 training and 11 validation images of r, g and b below `folder`, and a config; return `folder`."""
     rng = np.random.default_rng(0)
-    for part, counts in (("train", train), ("val", validation)):
+    for part, counts in (("train", (5, 6, 7)), ("val", (3, 4, 4))):
         for c, count in enumerate(counts):
             (folder / part / "rgb"[c]).mkdir(parents=True, exist_ok=True)
             for i in range(count):

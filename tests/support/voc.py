@@ -9,9 +9,7 @@ from pipelines.datasets.voc07 import CLASSES
 from tests.support.pictures import texture
 
 
-def write_voc(
-    root: Path, train: int = 6, val: int = 5, test: int = 7, side: int = 40
-) -> dict[str, np.ndarray]:
+def write_voc(root: Path, train: int = 6, val: int = 5, test: int = 7) -> dict[str, np.ndarray]:
     """Write VOCdevkit/VOC2007 below `root`; return part -> presence, int8 (N, 20), in the order of the lists.
 
     Every class has a positive, a negative and, but in the smallest parts, a difficult image in every part.
@@ -29,9 +27,9 @@ def write_voc(
         for i in range(count):
             number += 1
             images[part].append(f"{number:06d}")
-            picture = texture(number, side + 3 * (i % 3), side + 5 * (i % 2))
+            picture = texture(number, 40 + 3 * (i % 3), 40 + 5 * (i % 2))
             if rows[i, 0] == 1:
-                picture[: side // 2] = (250, 10, 10)
+                picture[:20] = (250, 10, 10)
             Image.fromarray(picture).save(folder / "JPEGImages" / f"{number:06d}.jpg", quality=92)
     for part, rows in presence.items():
         for column, name in enumerate(CLASSES):

@@ -8,9 +8,9 @@ COMPILE, GRAPH = Rung("compile", {"meta.compile": True}), Rung("graph", {"meta.c
 NOISE = (1.0, 1.01, 0.99)
 
 
-def report(contender: float, base: float = 1.0, noise=NOISE, **more) -> Outcome:
+def report(contender: float, noise=NOISE, **more) -> Outcome:
     """Return a rank's report, with the same noise on both sides."""
-    sides = {"base": [base * n for n in noise], "contender": [contender * n for n in noise]}
+    sides = {"base": list(noise), "contender": [contender * n for n in noise]}
     return Outcome(**sides, **more)
 
 

@@ -20,11 +20,11 @@ time.sleep(99)
 """
 
 
-def child(monkeypatch, code: str, seconds: float = 20, stopped=lambda: False) -> tuple[list[dict], str]:
+def child(monkeypatch, code: str, seconds: float = 20) -> tuple[list[dict], str]:
     """Run a child that is this Python code; its arguments are the request's and the report's file."""
     command = lambda request, report: [sys.executable, "-c", code, str(request), str(report)]  # noqa: E731
     monkeypatch.setattr(processes, "child_command", command)
-    return processes.run_child({"sides": {}}, os.environ, processes.limited(seconds, stopped))
+    return processes.run_child({"sides": {}}, os.environ, processes.limited(seconds, lambda: False))
 
 
 def test_run_child_returns_the_whole_lines_of_its_report(monkeypatch):
