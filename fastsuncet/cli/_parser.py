@@ -171,7 +171,7 @@ class Parser(argparse.ArgumentParser):
             elif settings := self._settings(match[1]):
                 message += f"; write {settings}"
             elif not match[1].startswith("-"):
-                names = [str(each.metavar) for each in self._actions if not each.option_strings]
+                names = [str(each.metavar or each.dest) for each in self._actions if not each.option_strings]
                 message += f"; besides {' and '.join(names)}, every value follows an option" if names else ""
         raise UsageError(f"{message}\nSee `{self.prog} --help`")
 

@@ -172,6 +172,7 @@ CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
         ("train run.yaml --model.stem", "unknown argument --model.stem; write model.stem=VALUE", "train"),
         ("doctor me", "unknown argument me", "doctor"),
         ("init photos a.csv", "unknown argument a.csv; besides FOLDER, every value follows an option", "init"),
+        ("completion bash x", "unknown argument x; besides shell, every value follows an option", "completion"),
         ("init photos --hours 0,5", "argument --hours: must be a number such as 0.5, not 0,5", "init"),
         ("preview run.yaml --step -1", "argument --step: must be a whole number, 0 or more, not -1", "preview"),
         ("preview run.yaml --step two", "argument --step: must be a whole number, 0 or more, not two", "preview"),
