@@ -204,11 +204,6 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
     # Of each kind of line the newest up to this checkpoint: losses and speed, and the k-NN accuracy of the training.
     newest = json.dumps({line["kind"]: line for line in lines if line.get("step", step + 1) <= step})
     metrics = json.loads(newest, parse_constant=lambda _: None)  # JSON has no NaN and no infinity
-    measured = [
-        {key: each[key] for key in ("kind", "metrics", "labels", "setting")}
-        for each in results.read_results(run)
-        if Path(each["encoder"].get("source") or "").resolve().parts[-3:] == source.resolve().parts[-3:]
-    ]
     return {
         "format": FORMAT,
         "to": to,
@@ -225,10 +220,24 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
         "encoder": encoder.record()
         | {"tuned": encoder.tuned, "checkpoint": meta["files"][manager.MODEL]["sha256"]},
         "metrics": metrics,
-        "results": measured,
+        "results": _results(source.resolve(), run.resolve()),
         "config": config.canonical(),
         "versions": versions(),
     }
+
+
+def _results(checkpoint: Path, run: Path) -> list[dict[str, Any]]:
+    """Return what was measured of a checkpoint; the folder of a fine-tuning's run has its results too."""
+    tuned, found = run.parent.name == "finetune", []
+    for each in results.read_results(run.parent.parent if tuned else run):
+        name, *step = Path(each["encoder"].get("source") or "").resolve().parts[-3:]
+        # A run can have another name since.
+        known = name == run.name or (name == each["run"] and not tuned)
+        measured = known and step == list(checkpoint.parts[-2:])
+        folder = each.get("finetuned", {}).get("folder", "")
+        if measured or (tuned and Path(folder).name == run.name):
+            found.append({key: each[key] for key in ("kind", "metrics", "labels", "setting")})
+    return found
 
 
 def _tensors(encoder: Encoder) -> dict[str, Tensor]:

@@ -144,7 +144,7 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
     (found,) = choose(where)
     if found.is_dir():
         return _from_checkpoint(manager.load(found), config)
-    if os.path.lexists(record_path(found)):
+    if found.suffix != ".json" and os.path.lexists(record_path(found)):
         return _from_export(found, config)
     return _encoder(read_weights(found), str(found))
 

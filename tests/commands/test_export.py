@@ -30,6 +30,7 @@ from fastsuncet.models import export_formats
 from pipelines.datasets.folders import image_tree
 from tests.support.exports import CLASSES, IMAGES, save_run
 from tests.support.power_cut import intercept
+from tests.support.reports import result
 from tests.support.runs import small_config, train
 
 
@@ -153,6 +154,20 @@ def test_export_record_describes_the_weights_that_load_encoder_reads(exported):
     assert (record["mean"], record["std"]) == ([0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
     assert (record["image_size"], record["resize"], record["width"]) == (112, 128, 512)
     assert record["config"]["model"]["name"] == "resnet18" and record["versions"]["fastsuncet"]
+    with pytest.raises(CheckpointError, match=r"json is damaged or is not a file of tensors"):
+        load_encoder(path.with_suffix(".json"))
+
+
+def test_export_has_the_results_of_its_weights_in_a_renamed_run_and_of_a_fine_tuning(tiny):
+    save_run(tiny / "finetune" / "ft", "model.name=timm/test_resnet", classes=4)
+    result(tiny, 6, 0.1, kind="knn")
+    result(tiny, 7, 0.2, kind="knn")
+    result(tiny, 7, 0.3, tag="ft")
+    result(tiny, 7, 0.4, kind="accuracy", home=tiny / "finetune" / "ft", finetuned=7)
+    run = tiny.rename(tiny.parent / "renamed")
+    for folder, wanted in ((run, [0.3, 0.2]), (run / "finetune" / "ft", [0.4, 0.3])):
+        record = json.loads(export(folder, "timm").with_suffix(".json").read_text())
+        assert [each["metrics"]["top1"] for each in record["results"]] == wanted
 
 
 @pytest.mark.slow
