@@ -44,10 +44,6 @@ def test_on_rank_0_raises_its_errors_with_their_exit_code_on_every_rank():
     ]
 
 
-def move(folder: Path) -> None:
-    folder.rename(folder.with_name("moved"))
-
-
 def replace(folder: Path) -> None:
     """Do what a user and a new run do."""
     shutil.rmtree(folder)
@@ -55,7 +51,7 @@ def replace(folder: Path) -> None:
     (folder / ".running").touch()
 
 
-@pytest.mark.parametrize("change", [shutil.rmtree, move, replace])
+@pytest.mark.parametrize("change", [shutil.rmtree, lambda folder: folder.rename(f"{folder}-moved"), replace])
 def test_run_folder_that_is_not_the_locked_one_is_refused(change, tmp_path):
     """After an unmount the path leads to another folder, or nowhere, as it does here."""
     folder = tmp_path / "run"

@@ -115,14 +115,6 @@ def test_arithmetic_takes_the_least_that_fits():
     assert len(cut.resolve(2, 1000).pieces(True)) == 128
 
 
-def values_of(batch: int) -> dict:
-    return {
-        "data": {"kind": "image_folder", "root": "/", "split": {"kind": "all"}},
-        "criterion": {"temperature": 1.0, "unsupervised_batch_size": batch},
-        "optimization": {"lr": 1.0, "epochs": 100},
-    }
-
-
 @given(
     world_size=st.integers(1, 64),
     local=st.integers(2, 64),
@@ -136,13 +128,13 @@ def values_of(batch: int) -> dict:
 def test_arithmetic_adds_up(world_size, local, images, classes, per_class, epochs, switch_off, warmup):
     assume(images >= world_size * local)
     assume(warmup < epochs)
-    values = values_of(world_size * local)
-    values["criterion"] |= {
-        "classes_per_batch": classes,
-        "supervised_imgs_per_class": world_size * per_class,
-        "supervised_epochs": switch_off,
+    criterion = {"temperature": 1.0, "unsupervised_batch_size": world_size * local}
+    criterion |= {"classes_per_batch": classes, "supervised_imgs_per_class": world_size * per_class}
+    values = {
+        "data": {"kind": "image_folder", "root": "/", "split": {"kind": "all"}},
+        "criterion": criterion | {"supervised_epochs": switch_off},
+        "optimization": {"lr": 1.0, "epochs": epochs, "warmup": warmup},
     }
-    values["optimization"] = {"lr": 1.0, "epochs": epochs, "warmup": warmup}
     config = Config.from_values(values)
     steps = epochs * (images // (world_size * local))
     if round(warmup * (images // (world_size * local))) >= steps:  # rounded to steps it is the whole run

@@ -69,13 +69,6 @@ sys.exit(75)
 """
 
 
-def answer(process: subprocess.Popen) -> str:
-    """Let the process go on to its next line, and return that line."""
-    process.stdin.write("\n")
-    process.stdin.flush()
-    return process.stdout.readline()
-
-
 @pytest.mark.parametrize(
     ("hang_up", "sent", "heard"),
     [
@@ -98,7 +91,9 @@ def test_signal_flag_ignores_repeated_signals_until_the_process_has_ended(hang_u
     assert process.stdout.readline() == "saving\n"
     for repeated in STOP_SIGNALS:
         process.send_signal(signal.Signals[repeated])
-    assert answer(process) == f"saved after {heard}\n"
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == f"saved after {heard}\n"
     for repeated in STOP_SIGNALS:
         process.send_signal(signal.Signals[repeated])
     process.communicate("\n", timeout=60)

@@ -20,16 +20,12 @@ def network() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4)).double()
 
 
-def gradients(step: int, model: torch.nn.Module) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
-
-
 def updated(model: torch.nn.Module, optimizer, steps: range) -> list[torch.Tensor]:
     for step in steps:
         optimizer.set_lr(RATES[step])
-        for p, grad in zip(model.parameters(), gradients(step, model)):
-            p.grad = grad
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
         optimizer.step()
     return [p.detach().clone() for p in model.parameters()]
 

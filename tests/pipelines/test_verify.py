@@ -4,6 +4,7 @@ import itertools
 import os
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -54,10 +55,6 @@ def fake_engine(monkeypatch, run) -> None:
         return SimpleNamespace(run=lambda: run(draws(next(steps)).indices.tolist()))
 
     monkeypatch.setattr(verify, "engine_of", lambda options: start)
-
-
-def refuse(numbers) -> None:
-    raise RuntimeError("no memory on the device")
 
 
 def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_path, reader):
@@ -164,7 +161,7 @@ def test_check_blames_a_decoder_that_refuses_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "_BATCH", 3)
     for i in range(3):
         write_image(tmp_path / f"{i}.jpg", 60, 50)
-    fake_engine(monkeypatch, refuse)
+    fake_engine(monkeypatch, mock.Mock(side_effect=RuntimeError("no memory on the device")))
     for pixels in (verify._BATCH_PIXELS, 2 * 60 * 50):  # whole batches, and less
         monkeypatch.setattr(verify, "_BATCH_PIXELS", pixels)
         said = r"refuses 3 files in a row that PIL reads.*no memory on the device"

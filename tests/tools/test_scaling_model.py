@@ -110,10 +110,6 @@ def test_messages_are_the_collectives_of_a_real_step(tmp_path, recorded, ranks, 
         assert sum(size * calls for (_, size), calls in rest.items()) == weights.bytes
 
 
-def bytes_of(found, what: str) -> list[int]:
-    return [message.bytes for message in found if message.what == what]
-
-
 def test_messages_on_a_gpu_have_no_shapes_and_scatter_what_gloo_reduces():
     config = load_config(IMAGENET)
     cpu, gpu = (messages(config, 8, 44, 40, device=device) for device in ("cpu", "cuda"))
@@ -128,7 +124,7 @@ def test_messages_of_resnet50_have_53_norms_and_28_million_gradients(fused, coun
     """Fused, each of four shortcuts shares its messages with its block's last layer."""
     config = load_config(IMAGENET, [f"model.fused_batchnorm={fused}"])
     for ranks in (2, 4096):  # two numbers a channel and a count, in float64, whatever the number of ranks
-        norms = bytes_of(messages(config, ranks, 44, 40), "BatchNorm, statistics")
+        norms = [x.bytes for x in messages(config, ranks, 44, 40) if x.what == "BatchNorm, statistics"]
         assert len(norms) == count and sum(norms) == 8 * (53 + 2 * 26_560)
     gradients = Message("gradients of the weights", "all_reduce", 4 * 27_966_656)
     assert messages(config, 8, 44, 40)[-1] == gradients

@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -112,8 +113,7 @@ def one_step(task) -> tuple[GraphedStep, list[str]]:
     return GraphedStep(task.network, task.optimizer, task.method, say=said.append), said
 
 
-def not_permitted(step, device):
-    raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+NOT_PERMITTED = RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
 
 def fails_at_its_end_too(step, device):
@@ -127,7 +127,7 @@ def fails_at_its_end_too(step, device):
     ("capture", "reason"),
     [
         (capture_on_device, "the step is on cpu, not on a CUDA device"),  # also where there is one
-        (not_permitted, "not permitted when stream is capturing"),
+        (mock.Mock(side_effect=NOT_PERMITTED), "not permitted when stream is capturing"),
         (fails_at_its_end_too, "a copy from the host is not permitted"),
         (lambda step, device: (FakeGraph(step), torch.zeros(4)), "another rank could not capture its step"),
     ],

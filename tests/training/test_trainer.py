@@ -46,10 +46,6 @@ from tests.support.runs import (
 pytestmark = pytest.mark.slow
 
 
-def views_per_step(lines: list[dict]) -> list[int]:
-    return [b["views"] - a["views"] for a, b in itertools.pairwise([{"views": 0}, *lines])]
-
-
 EVALUATED = "evaluation.knn_every_epochs=10"
 LONGER = ("optimization.steps=40", EVALUATED, "criterion.unsupervised_batch_size=96")
 
@@ -94,7 +90,8 @@ def test_supervision_ends_at_a_plateau_at_the_same_step_after_stops(tmp_path):
     lines = metrics(whole.run_folder, "train")
     # Two epochs of four updates are compared, and the second one gained too little.
     assert [line["suncet"] > 0 for line in lines] == [True] * 8 + [False] * 6
-    assert views_per_step(lines) == [112] * 8 + [72] * 6
+    views = [0, *(line["views"] for line in lines)]
+    assert [after - before for before, after in itertools.pairwise(views)] == [112] * 8 + [72] * 6
     for stop_at in (2, 7, 8, 11, None):  # in an epoch, at its end, after the switch-off
         train(parts, stop_at=stop_at)
     assert_equal_to_the_bit(final_state(parts), final_state(whole))
