@@ -247,9 +247,10 @@ def start(report: Report, folder: Path, device: str, small: bool) -> int:
         report.save(points=points)
         if process.returncode:
             wrong.append(f"the {name} run ended with exit code {process.returncode}")
-    print("```")
-    pstats.Stats(str(calls)).sort_stats("cumulative").print_stats("fastsuncet|pipelines|torch", 40)
-    print("```\n")
+    if calls.exists():  # else the second run was killed
+        print("```")
+        pstats.Stats(str(calls)).sort_stats("cumulative").print_stats("fastsuncet|pipelines|torch", 40)
+        print("```\n")
     columns = [("run", "name", str), ("seconds", "seconds", "{:.1f}".format), ("line", "line", str)]
     table = harness.table("what two runs print, the second one under cProfile", points, columns)
     return report.finish([table], wrong=wrong, points=points)
