@@ -127,6 +127,9 @@ def next_commands(run: Path, config: Config) -> list[str]:
     look = f"report --page {name}"
     if labeled and config.data.validation is not None:
         look = f"evaluate linear {shlex.quote(f'{run}/config.yaml')}"
+        if run.resolve() != config.run_folder.resolve():  # it was moved: the config names its first folder
+            here = {"folder": run.absolute().parent, "write_tag": run.absolute().name}
+            look += "".join(f" logging.{key}={shlex.quote(str(value))}" for key, value in here.items())
     use, output = ("predict", "predictions.csv --page") if labeled else ("embed", "features.npz")
     return [f"fastsuncet {look}", f"fastsuncet {use} {name} FOLDER --output {output}"]
 

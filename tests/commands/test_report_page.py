@@ -118,6 +118,15 @@ def test_page_does_not_name_the_command_that_wrote_it(run, plain):
     assert "fastsuncet predict" in text and "fastsuncet report" not in text
 
 
+def test_page_of_a_moved_run_evaluates_it_and_not_what_its_config_names(tmp_path, plain):
+    run = make_run(tmp_path, "a").rename(tmp_path / "b")
+    (run / "checkpoints" / "step_00000020").mkdir(parents=True)
+    wanted = f"evaluate linear {run}/config.yaml logging.folder={tmp_path} logging.write_tag=b\n"
+    assert wanted in page.as_html(run)
+    run = run.rename(tmp_path / "a")
+    assert f"evaluate linear {run}/config.yaml\n" in page.as_html(run)
+
+
 @pytest.mark.slow
 def test_page_fits_a_phone_and_a_dark_screen(run, browser):
     page.write_page(run)
