@@ -76,9 +76,8 @@ def test_embed_skips_bad_images(run, capsys, monkeypatch):
     assert "wrote features.npz: 12 images" in printed
     with pytest.raises(DataError, match=r"a\.png"):
         fastsuncet.embed(run, IMAGES)
-    names, features = fastsuncet.embed(
-        run, IMAGES, batch=1, skip_bad=True
-    )  # in blocks, the first of a bad one alone
+    # In blocks, the first of a bad one alone.
+    names, features = fastsuncet.embed(run, IMAGES, batch=1, skip_bad=True)
     assert names == list(found["files"])
     np.testing.assert_allclose(features, found["features"], rtol=1e-5, atol=1e-6)
 

@@ -9,23 +9,13 @@ from fastsuncet.config.reader import MAX_BYTES
 from fastsuncet.config.shipped import SHIPPED
 from tests.support.configs import GOOD, load, refusal
 
-NUMBERS = {
-    "1e-4": 1e-4,
-    "1E-4": 1e-4,
-    "+1e-4": 1e-4,
-    ".5": 0.5,
-    "2.": 2.0,
-    "1_000": 1000.0,
-    "3": 3.0,
-    "1.5e3": 1500.0,
-}
-NUMBERS |= {"4.8": 4.8, "010": 10.0}
+NUMBERS = ["1e-4", "1E-4", "+1e-4", ".5", "2.", "1_000", "3", "1.5e3", "4.8", "010"]
 
 
-@pytest.mark.parametrize(("written", "value"), NUMBERS.items())
-def test_reader_numbers(written, value):
-    assert load(GOOD.replace("lr: 1.0", f"lr: {written}")).optimization.lr == value
-    assert load(GOOD, f"optimization.lr={written}").optimization.lr == value
+@pytest.mark.parametrize("written", NUMBERS)
+def test_reader_numbers(written):
+    assert load(GOOD.replace("lr: 1.0", f"lr: {written}")).optimization.lr == float(written)
+    assert load(GOOD, f"optimization.lr={written}").optimization.lr == float(written)
 
 
 @pytest.mark.timeout(60)

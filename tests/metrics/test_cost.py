@@ -49,12 +49,8 @@ PAWS = [
     ("config", "overrides", "ranks", "images"),
     [
         ("cifar10_simclr.yaml", [], 1, 50_000),
-        (
-            "in1k_10pct.yaml",
-            [*SMALL, "criterion.instance=swav"],
-            64,
-            1_281_167,
-        ),  # and SuNCEt: 2 x 224 + 6 x 96
+        # And SuNCEt: 2 x 224 + 6 x 96.
+        ("in1k_10pct.yaml", [*SMALL, "criterion.instance=swav"], 64, 1_281_167),
         ("in1k_10pct.yaml", [*SMALL, *PAWS], 64, 1_281_167),
     ],
 )

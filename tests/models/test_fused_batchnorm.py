@@ -272,9 +272,8 @@ def test_kernels_of_a_block_share_messages_over_ranks():
 
 def test_batchnorm_proof_fails_when_kernels_and_twin_differ(host, monkeypatch):
     here, shapes = torch.device("cpu"), [(2, 24, 9, 5), (30, 8)]
-    norm_kernel.prove(
-        here, [*shapes, (2, 18, 3, 3), (30, 2)]
-    )  # channels that the kernels do not take are skipped
+    # Channels that the kernels do not take are skipped.
+    norm_kernel.prove(here, [*shapes, (2, 18, 3, 3), (30, 2)])
     monkeypatch.setattr(F, "relu", lambda x: x)
     with pytest.raises(
         KernelError, match=r"BatchNorm of \(2, 24, 9, 5\) in torch.float32 differs from its twin"

@@ -72,9 +72,8 @@ class Watched:
     def __init__(self, folder: Path):
         self.folder, self.root = folder, _load(folder)
         self.calls: list[str] = []
-        self._open: dict[
-            int, tuple[Path, Node]
-        ] = {}  # by descriptor; folders too, for calls relative to them
+        # By descriptor; folders too, for calls relative to them.
+        self._open: dict[int, tuple[Path, Node]] = {}
 
     def disks(self, under: Path) -> Iterator[tuple[str, Path]]:
         """Write each disk that a power cut could leave now to a new folder in `under`; yield (kind, folder)."""

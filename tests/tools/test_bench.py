@@ -82,10 +82,8 @@ def test_contrast_reports_time_memory_operators_and_waits(report_of):
         (loss, name) for loss in contrast.LOSSES for name in (contrast.OURS, contrast.AUTHORS)
     ]
     for p in points:
-        assert (
-            min(p["seconds"]) > 0 and min(p["time_to_ours"]) > 0 and p["operators"] > 10 and p["peak"] > 1e6
-        )
-        assert p["host_waits"] == 0
+        assert min(p["seconds"]) > 0 and min(p["time_to_ours"]) > 0
+        assert p["operators"] > 10 and p["peak"] > 1e6 and p["host_waits"] == 0
     assert points[1]["peak"] > 4 * points[0]["peak"]
 
 

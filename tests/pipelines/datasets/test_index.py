@@ -273,11 +273,8 @@ def test_within_makes_large_images_bad():
     index = small_index(sizes=np.array([[9999, 9999], [6, 9]], np.int32))
     assert index.within(100) is index
     (note,) = index.notes()
-    assert (
-        "1 image of more" in note
-        and "takes 300 MB decoded (9999 x 9999)" in note
-        and "data.max_megapixels" in note
-    )
+    for said in ("1 image of more", "takes 300 MB decoded (9999 x 9999)", "data.max_megapixels"):
+        assert said in note
     small = index.within(50)
     assert small.bad == {0: "9999 x 9999 pixels, more than data.max_megapixels (50)"} and small.notes() == []
     assert small.sizes.tolist() == [[0, 0], [6, 9]] and small.contents() == index.within(50).contents()

@@ -106,12 +106,8 @@ def test_draws_never_change():
     np.testing.assert_allclose(np.concatenate(drawn), expected, atol=1e-6)
     view = draw(np.full((8, 2), 300), role="unlabeled/view 0")
     drawn = (view.flip, view.hue != 0, view.gray, view.sigma > 0)
-    assert ["".join(".x"[int(row)] for row in rows) for rows in drawn] == [
-        ".x.xxxx.",
-        "xx.x.xxx",
-        ".xx.xxx.",
-        "..x..x.x",
-    ]
+    shown = " ".join("".join(".x"[int(row)] for row in rows) for rows in drawn)
+    assert shown == ".x.xxxx. xx.x.xxx .xx.xxx. ..x..x.x"
     view = draw(np.full((3, 2), 300), Augmentation(color_order="random"), role="unlabeled/view 0")
     assert view.order.tolist() == [[2, 3, 0, 1], [1, 0, 2, 3], [1, 3, 0, 2]]
 
