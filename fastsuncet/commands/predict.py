@@ -88,7 +88,7 @@ def predict(
     decoded = ~np.isnan(rows[:, 1])
     new = decoded & ~fitted_to(classifier, index)
     counted = new if new.any() else decoded
-    summary = _summary(rows[counted, 1], int(decoded.sum() - counted.sum()))
+    summary = _summary(rows[counted, 1], int(decoded.sum() - new.sum()), not new.any())
     for line in (*skipped_lines(work.skipped, index, "; their cells are empty"), *summary):
         say_line(line)
     say_line(f"wrote {output}: {len(index) - len(work.skipped):,} images")
@@ -167,9 +167,10 @@ def _save(path: Path, found: Iterable[Prediction | str]) -> None:
     parquet.write_table(pa.table(columns, names=COLUMNS), path)
 
 
-def _summary(sure: np.ndarray, labeled: int) -> list[str]:
-    """Return how sure the predictions are; `labeled` images more are those that the classifier was fitted to."""
+def _summary(sure: np.ndarray, labeled: int, all_labeled: bool) -> list[str]:
+    """Return how sure the predictions are of images that the classifier was not fitted to, or of the `labeled` ones."""
     unsure = int((sure < UNSURE).sum())
     below = f"{unsure:,} of {len(sure):,} ({100 * unsure / len(sure):.0f} %) below {UNSURE}"
     note = f"; the {labeled:,} labeled ones are not counted" if labeled else ""
+    note = "; all of them are labeled, and it is less sure of others" if all_labeled else note
     return [f"images       mean probability {100 * sure.mean():.1f} %; {below}{note}"]

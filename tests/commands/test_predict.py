@@ -71,6 +71,8 @@ def test_predict_writes_probabilities_and_keeps_the_classifier(run, labels, pict
     theirs = [(each.file, each.label, f"{each.probability:.4f}") for each in in_python]
     assert theirs == [(each["file"], each["class"], each["probability"]) for each in found]
     # Photos that it was fitted to say nothing about the sureness of others.
+    assert cli.main(["predict", str(run), "mine", "--output", "fitted.csv"]) == 0
+    assert "all of them are labeled, and it is less sure of others" in capsys.readouterr().out
     picture(run.parent / "mine" / "new.png", "red", 30)
     assert cli.main(["predict", str(run), "mine", "--output", "mine.csv", "--page"]) == 0
     new = next(each for each in rows("mine.csv") if each["file"] == "new.png")
