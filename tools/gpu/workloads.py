@@ -64,7 +64,7 @@ START = (
     "data.split.file=null criterion.unsupervised_batch_size=44 criterion.supervised_imgs_per_class=2 "
     "optimization.warmup=0 optimization.steps=40 logging.log_every=20 checkpoint.every_epochs=null",
     "model.name=resnet_tiny data.augmentation.size=32 data.augmentation.blur=0 "
-    "criterion.unsupervised_batch_size=8 criterion.supervised_imgs_per_class=2",
+    "criterion.unsupervised_batch_size=8 criterion.supervised_imgs_per_class=2 optimization.steps=4",
 )
 RESUME = (
     "data.split.fraction=null optimization.steps=10 optimization.warmup=0 "
