@@ -25,7 +25,12 @@ FIXED, PLATEAU = f"{METHOD}, off after 2 epochs", f"{METHOD}, off at a plateau"
 CROSS_ENTROPY, UNTRAINED = "SimCLR + cross-entropy", "untrained encoder"
 ALONE = {"alone_cross_entropy": "labels alone, cross-entropy", "alone_suncet": "labels alone, SuNCEt"}
 PEERS = {"lightly": "lightly-train's SimCLR", "timm": "timm's parts on the labels alone"}
-VARIANTS = {"start": "started from CIFAR-10", "head": "with a head of 2,048 and 128"}  # of a method
+VARIANTS = {  # of a method
+    "start": "started from CIFAR-10",
+    "head": "with a head of 2,048 and 128",
+    "settings": "with lightly-train's settings",
+    "outputbn": "with them and a BatchNorm of the output",
+}
 METHODS = (
     ALONE
     | PEERS

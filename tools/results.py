@@ -304,12 +304,14 @@ def photo_variants(measured: Mapping[str, Studies], base: str, best: str) -> lis
     `best`: the best evaluation of the labels alone, which are `base`.
     """
     kinds, tables = (*BY_FEATURES, "own"), []
-    start, head = points.VARIANTS.values()
+    start, head, *settings = points.VARIANTS.values()
+    theirs, alike = points.PEERS["lightly"], [f"{BASELINE}, {words}" for words in settings]
     twins = (base, BASELINE, METHOD, CROSS_ENTROPY)
     for group in (
         dict.fromkeys(points.PEERS.values(), (BASELINE, base)),
         {f"{name}, {start}": (name, base, f"{base}, {start}") for name in twins},
         {f"{name}, {head}": (name, base) for name in twins},
+        {name: (before, theirs, base) for before, name in zip((BASELINE, *alike), alike)},
     ):
         rows = []
         for (name, others), labels in product(group.items(), ("300", "100")):
@@ -323,14 +325,32 @@ def photo_variants(measured: Mapping[str, Studies], base: str, best: str) -> lis
                     rows += [[f"less {other}, points (95 %)", *cells]] if any(cells) else []
         heads = ["top-1, %, 713 photos", *(EVALUATIONS[kind] for kind in kinds)]
         tables += [table(heads, rows)] if rows else []
-    larger = [
-        points.paired(measured["300"][kind].shares(name), measured["300"][kind].shares(f"{name}, {head}"))
-        for name, kind in product((BASELINE, METHOD, CROSS_ENTROPY), BY_FEATURES)
-    ]
-    if min(map(len, larger)) == SEEDS:  # what the rules decide on: one number of a draw
-        said = plus_minus([mean(draw) for draw in zip(*larger)])
+    # What the rules decide on: one number of a draw.
+    pairs = [(f"{name}, {head}", name) for name in (BASELINE, METHOD, CROSS_ENTROPY)]
+    if larger := by_draw(measured, pairs, ["300"]):
+        said = plus_minus(larger)
         tables.append(f"The larger head, 300 labels, mean of three methods and two measures: {said} points.")
+    for name in alike:
+        if behind := by_draw(measured, [(theirs, name)], ["300", "100"]):
+            center, half = points.interval(behind)
+            word = "the settings explain it" if center + half < 1.5 else "undecided"
+            word = "the trainer is behind" if center > half else word
+            tables.append(f"{theirs}, less {name}: {plus_minus(behind)} points. By the rule: **{word}**.")
     return tables
+
+
+def by_draw(
+    measured: Mapping[str, Studies], pairs: Sequence[tuple[str, str]], labels: Sequence[str]
+) -> list[float]:
+    """Return the first method less the second in each draw, the mean by the linear classifier and fine-tuned from it.
+
+    [] until all draws have ended.
+    """
+    found = [
+        points.paired(measured[count][kind].shares(less), measured[count][kind].shares(name))
+        for (name, less), count, kind in product(pairs, labels, BY_FEATURES)
+    ]
+    return [mean(draw) for draw in zip(*found)] if min(map(len, found)) == SEEDS else []
 
 
 # --------------------------------------------------------------------------------------------------------- a plateau
