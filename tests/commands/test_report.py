@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -127,7 +128,10 @@ def test_report_figure_shows_the_spread_of_a_single_checkpoint(tmp_path):
         Curve("", "SimCLR", seed, Measurement("linear", ""), (Point(1, {"updates": 1}, {"top1": top1}),))
         for seed, top1 in enumerate((0.2, 0.8))
     ]
-    png, _ = figures.draw_panel(arrange(curves)[0], "top1", tmp_path)
+    (panel,) = arrange(curves)
+    named = replace(panel, measurement=Measurement("linear", "", ", ".join(f"key{i}={i}" for i in range(50))))
+    assert figures.draw_panel(named, "top1", tmp_path)[0].name.startswith("linear-key0-0-key1-1-")
+    png, _ = figures.draw_panel(panel, "top1", tmp_path)
     red, _, blue = np.moveaxis(np.asarray(Image.open(png).convert("RGB"), int), 2, 0)
     assert (blue - red > 20).sum(0).max() > 0.3 * len(red)  # a bar, not the marker alone
 

@@ -4,6 +4,7 @@ Lines differ in three ways, for print, gray and color-blind readers: Okabe and I
 numbers give the same bytes: the files hold no dates and no random names.
 """
 
+import hashlib
 import html
 import io
 import re
@@ -96,6 +97,8 @@ def draw_panel(panel: Panel, metric: str, folder: Path, name: str = "") -> list[
             axes.remove()
         figure.suptitle(f"{title[:1].upper()}{title[1:]} by {panel.measurement}", fontsize=11)
         slug = re.sub(r"[^\w.]+", "-", "-".join([*panel.measurement, metric]).lower()).strip("-")
+        if len(slug) > 80:  # of many settings: longer than a file's name can be
+            slug = f"{slug[:60]}-{hashlib.sha256(slug.encode()).hexdigest()[:8]}"
         return write(figure, folder / (name or slug))
 
 
