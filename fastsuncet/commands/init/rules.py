@@ -181,9 +181,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         updates = epochs * per_epoch
         length = Choice("optimization.epochs", epochs, f"passes over the images: {updates:,} updates")
         if enough is None and weights is None:
-            notes.append(
-                f"{epochs} times over the images is little for SimCLR: more hours, or labels, would help most"
-            )
+            notes.append(f"few passes for SimCLR ({epochs}): more hours, or labels, would help most")
     predicted = updates * each / 3600 / TRAINING
     if predicted > 1.01 * hours:
         notes.append(f"the shortest sensible run takes longer than --hours {hours:g}")
