@@ -12,7 +12,7 @@ from fastsuncet.errors import FastSuncetError
 from fastsuncet.optim import lars_kernel
 from tests.support.host_kernels import on_the_host
 from tests.support.pictures import write_pictures
-from tools.bench import contrast, lars, peers, run, step, step_bench
+from tools.bench import contrast, data_loader, lars, peers, pixels, run, step, step_bench
 from tools.bench.step_bench import dense_nt_xent
 
 pytestmark = pytest.mark.slow
@@ -74,6 +74,18 @@ def test_lars_contender_takes_the_steps_of_foreach(name):
 def test_dense_nt_xent_is_our_loss():
     z = torch.randn(12, 7, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(dense_nt_xent(*z.chunk(2), 0.2), nt_xent(z, 0.2))
+
+
+@pytest.mark.parametrize("blur", pixels.TARGETS)
+@pytest.mark.parametrize("engine", pixels.DATA_LOADERS)
+def test_data_loader_gives_two_different_views_in_0_to_1(engine, blur, tmp_path):
+    write_pictures(tmp_path, 1)
+    files = data_loader.Files(list(tmp_path.rglob("*.jpg")), data_loader.two_views(engine, blur))
+    one, other = files[0]
+    for view in (one, other):
+        assert view.shape == (3, 224, 224) and view.dtype == torch.float32
+        assert 0 <= view.min() < view.max() <= 1
+    assert not torch.equal(one, other)
 
 
 def test_contrast_reports_time_memory_operators_and_waits(report_of):

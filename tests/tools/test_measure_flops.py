@@ -42,6 +42,21 @@ def test_measure_flops_of_the_papers_runs_are_the_recipes(cost_of):
     assert float(rows["run of 45,400 updates"][1]) / 6274.6 == pytest.approx(1.455, abs=5e-4)
 
 
+@pytest.mark.slow
+def test_measure_flops_counts_small_crops_by_their_size(cost_of):
+    rows = cost_of("paper/in1k_swav.yaml")
+    views, spent = (float(cell.replace(",", "")) for cell in rows["update"])
+    large, small = 4_091_592_704, 755_154_944
+    assert spent == pytest.approx(views / 8 * 6 * (2 * large + 6 * small) / 1e15, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_measure_flops_of_other_images_changes_the_epoch_and_not_the_update(cost_of):
+    rows = cost_of("cifar10_simclr.yaml", "--images", "2560", "optimization.epochs=20")
+    assert rows["update"][0] == "512" and rows["epoch"][0] == "5,120"
+    assert float(rows["update"][1]) == pytest.approx(0.0040, rel=1e-3)
+
+
 @pytest.mark.parametrize("wrong", ["--images=0", "--world-size=0"])
 def test_measure_flops_refuses_numbers_below_1(wrong, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -132,6 +132,7 @@ def test_messages_of_resnet50_have_53_norms_and_28_million_gradients(fused, coun
 
 def test_ring_sends_what_arithmetic_gives():
     assert Message("x", "all_gather", 800).sent(8) == 700  # its own 100 to each of seven
+    assert Message("x", "reduce_scatter", 800).sent(8) == 700
     assert Message("x", "all_reduce", 800, calls=3).sent(8) == 4200
 
 
