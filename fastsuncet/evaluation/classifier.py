@@ -47,9 +47,8 @@ from pipelines.verify import check
 
 FOLDER = "classifier"  # in the run's folder
 LINEAR, NEIGHBORS = "linear", "PAWS's nearest neighbors"
-FEW = (
-    300  # labels: with more, the strength's choice by the same labels adds less than a point to the accuracy
-)
+# Labels: with more, the strength's choice by the same labels adds less than a point to the accuracy.
+FEW = 300
 FEW_JUDGED = 100  # images: with fewer, the standard error of an accuracy is 5 points and more
 BY_FOLDS = f"{FOLDS}-fold cross-validation on {{:,}} labels"
 
