@@ -134,6 +134,9 @@ def test_report_figure_shows_the_spread_of_a_single_checkpoint(tmp_path):
     png, _ = figures.draw_panel(panel, "top1", tmp_path)
     red, _, blue = np.moveaxis(np.asarray(Image.open(png).convert("RGB"), int), 2, 0)
     assert (blue - red > 20).sum(0).max() > 0.3 * len(red)  # a bar, not the marker alone
+    many = [replace(curve, run=str(i), settings=(("lr", i),)) for i in range(40) for curve in curves[:1]]
+    tall, _ = figures.draw_panel(arrange(many)[0], "top1", tmp_path)
+    assert Image.open(tall).height > 1.3 * len(red)
 
 
 @pytest.mark.parametrize(

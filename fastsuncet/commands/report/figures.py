@@ -245,6 +245,8 @@ def write(figure: Figure, stem: Path, formats: Sequence[str] = ("png", "svg")) -
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
     wide = figure.get_figwidth() * 13 / (max(map(len, handles)) + 7)  # about 13 letters to an inch
     columns = max(1, min(len(handles), int(wide)))
+    rows = -(-len(handles) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.2 * max(0, rows - 6))  # of a long legend
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
     paths = [stem.with_name(f"{stem.name}.{each}") for each in formats]
     for path, each in zip(paths, formats):
