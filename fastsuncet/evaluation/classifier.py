@@ -47,8 +47,6 @@ from pipelines.verify import check
 
 FOLDER = "classifier"  # in the run's folder
 LINEAR, NEIGHBORS = "linear", "PAWS's nearest neighbors"
-# Labels: with more, the strength's choice by the same labels adds less than a point to the accuracy.
-FEW = 300
 FEW_JUDGED = 100  # images: with fewer, the standard error of an accuracy is 5 points and more
 BY_FOLDS = f"{FOLDS}-fold cross-validation on {{:,}} labels"
 
@@ -336,12 +334,6 @@ def fit_classifier(
     method = config.npi.temperature or config.criterion.temperature
     if strength == "auto":
         strength = choose_strength(features, labels, count)
-
-    def choosing(learned: Tensor, left_out: Tensor) -> Tensor:
-        """Classify with a strength that the images which are left out had no part in."""
-        chosen = choose_strength(features[learned], labels[learned], count)
-        return linear_logits(features, labels, count, chosen, learned, left_out)
-
     candidates: dict[str, Classify] = {LINEAR: partial(linear_logits, features, labels, count, strength)}
     projections = None if head is None else head.to(features.device)(features)
     if projections is not None:
@@ -365,9 +357,6 @@ def fit_classifier(
         if judged:
             numbers, logits = found[kind]
             accuracy, calibration = shares[kind], calibrate(logits, labels[numbers])
-            if kind == LINEAR and config.linear.strength == "auto" and not known.any() and len(labels) <= FEW:
-                numbers, logits = out_of_fold(labels, choosing)
-                accuracy = int((logits.argmax(1) == labels[numbers]).sum()) / judged
         if len(shares) > 1:
             because = ", ".join(f"{each} {100 * share:.1f} %" for each, share in shares.items())
             because += "" if judged else ", on labels that the network has learned from"

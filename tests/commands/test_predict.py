@@ -23,7 +23,7 @@ from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import folder_pass, labeling_page, prediction_page
 from fastsuncet.commands.predict import Prediction
-from fastsuncet.config import ConfigErrors, load_config
+from fastsuncet.config import ConfigErrors
 from fastsuncet.distributed.place import join
 from fastsuncet.evaluation import classifier
 from fastsuncet.evaluation.calibration import Calibration
@@ -198,16 +198,6 @@ def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, labels, c
     save_run(run.parent / "plain", *tiny, *unlabeled, "data.split.sha256=null", "data.validation=null")
     with pytest.raises(ConfigErrors, match="no image has a label"):
         fastsuncet.predict(run.parent / "plain", run.parent / "photos")
-
-
-def test_strength_is_chosen_without_the_labels_that_judge(monkeypatch):
-    """Where the network has learned from none, and they are few: the choice adds points to the accuracy."""
-    config, seen = load_config("digits_demo", ["linear.strength=auto"]), []
-    monkeypatch.setattr(classifier, "choose_strength", lambda x, *_: seen.append(len(x)) or 0.1)
-    x, labels = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2
-    for known in (0, 8):
-        classifier.fit_classifier(x, labels, torch.arange(20) < known, ("cat", "dog"), config)
-    assert seen == [20, 16, 16, 16, 16, 16, 20]
 
 
 def test_predict_takes_pawss_neighbors_where_they_are_better(run, capsys, monkeypatch):
