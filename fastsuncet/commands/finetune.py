@@ -104,10 +104,8 @@ def require_norm(config: Config, place: Place, encoder: Encoder) -> None:
 
     `config` is of `resolve_sizes`.
     """
-    images, size = (
-        sizes(config)[0] // (place.world_size * config.finetune.accumulate),
-        config.data.augmentation.size,
-    )
+    size = config.data.augmentation.size
+    images = sizes(config)[0] // (place.world_size * config.finetune.accumulate)
     cost = network_cost(encoder.name, encoder.stem, size)
     if images == 1 and any(math.prod(shape) == shape[1] for shape in cost.norm_shapes(1)):
         text = (
