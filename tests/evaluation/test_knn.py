@@ -13,6 +13,7 @@ from fastsuncet.evaluation.knn import knn, knn_predict, online_knn, spread_over_
 from fastsuncet.models.resnet import build_model
 from tests.support.colors import ALONE, MeanColor, color_config, write_colors
 from tests.support.runs import small_config
+from tests.support.vectors import load_vectors
 
 
 def circle(*degrees: float) -> torch.Tensor:
@@ -48,6 +49,16 @@ def test_knn_predict_does_not_depend_on_the_chunks():
     labels = torch.randint(0, 4, (30,), generator=generator)
     whole = knn_predict(queries, supports, labels, 4)
     assert torch.equal(knn_predict(queries, supports, labels, 4, chunk_size=7), whole)
+
+
+def test_knn_predict_agrees_with_the_authors_vectors():
+    v = load_vectors("vectors_npi")
+    query, support, labels = (torch.from_numpy(v[name]) for name in ("query", "support", "support_labels"))
+    predicted = knn_predict(query, support, labels, 4, k=10)
+    votes = v["knn10_votes"]
+    clear = np.sort(votes, 1)[:, -1] > np.sort(votes, 1)[:, -2]
+    assert clear.any()
+    assert (predicted.numpy() == votes.argmax(1))[clear].all()
 
 
 def test_knn_takes_the_same_views_as_npi_of_a_limited_number_of_images(colors, monkeypatch):

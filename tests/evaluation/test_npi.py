@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fastsuncet.evaluation import npi as module
 from fastsuncet.evaluation.npi import npi_probabilities
+from tests.support.vectors import load_vectors
 
 
 def slow_npi(queries, supports, labels, classes, temperature) -> list[list[float]]:
@@ -43,6 +44,12 @@ def test_npi_probabilities_are_the_papers(temperature, at_a_time, summed, monkey
     assert found.dtype == torch.float32 and (found[:, 3] == 0).all()
     # Float32 rounds a cosine near 1 by 1e-7, which the temperature 0.02 multiplies by 50.
     np.testing.assert_allclose(found.numpy(), wanted, rtol=2e-4, atol=1e-7)
+
+
+def test_npi_probabilities_agree_with_the_authors_vectors():
+    v = {name: torch.from_numpy(array) for name, array in load_vectors("vectors_npi").items()}
+    found = npi_probabilities(v["query"], v["support"], v["support_labels"], 4, 0.1)
+    torch.testing.assert_close(found, v["probs"], rtol=1e-4, atol=1e-6)
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 10_000))
