@@ -329,7 +329,7 @@ def test_page_names_a_picture_that_pil_cannot_read_and_goes_on(tmp_path, picture
     for name in ("a", "short"):
         picture(tmp_path / f"{name}.png", "red", 0)
     os.truncate(tmp_path / "short.png", 200)
-    Image.new("1", (14_000, 14_000)).save(tmp_path / "bomb.png")
+    Image.new("1", (15_000, 15_000)).save(tmp_path / "bomb.png")
     page = prediction_page.prediction_page(found, tmp_path, [])
     assert page.count('<img src="data:,"') == 3 and page.count('<img src="data:image/jpeg') == 1
     assert all(f"<small>{each.file}</small>" in page for each in found)

@@ -74,7 +74,7 @@ def test_summary_counts_images_on_a_gpu_where_dali_decodes_there(monkeypatch, as
 
 
 def test_device_name_has_the_threads_of_the_config():
-    place, configs = Place(0, 1, 0, torch.device("cpu")), (CONFIGS / "digits_demo.yaml", ["meta.threads=7"])
+    place, configs = Place(0, 1, torch.device("cpu")), (CONFIGS / "digits_demo.yaml", ["meta.threads=7"])
     assert summary.device_name(load_config(*configs), place) == "CPU, 7 threads"
 
 
