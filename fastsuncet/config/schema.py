@@ -125,6 +125,7 @@ Backbone = Annotated[
 ]
 Switch = Annotated[bool, described("true or false")]
 AutoSwitch = Annotated[bool | Literal["auto"], described("true, false or auto")]
+HeadBatchNorm = Annotated[bool | Literal["all"], described("true, false or all")]
 Text = Annotated[str, matching(r"[^\x00-\x1f]{1,4096}", "text, not empty and without control characters")]
 Sha256 = Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits in small letters")]
 # A run's name becomes a folder's name. It cannot climb out of `logging.folder`, hide, or look like an option.
@@ -305,8 +306,8 @@ class ModelSection(Section):
     """width of the projection head's hidden layers"""
     output: Count = 128
     """width of the embedding that the losses see"""
-    head_batchnorm: Switch = False
-    """BatchNorm in the projection head"""
+    head_batchnorm: HeadBatchNorm = False
+    """BatchNorm before each ReLU of the projection head; all: of its output too, as in SimCLR's code"""
     head_layers: Literal[2, 3] = 2
     """linear layers of the projection head; PAWS has 3"""
     prediction_head: Switch = False
@@ -319,7 +320,7 @@ class ModelSection(Section):
     """
 
     @property
-    def head(self) -> tuple[int, int, bool, int, bool]:
+    def head(self) -> tuple[int, int, HeadBatchNorm, int, bool]:
         """The heads' settings, in the order of `models.resnet.build_model`'s arguments."""
         return self.hidden, self.output, self.head_batchnorm, self.head_layers, self.prediction_head
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastsuncet.config.schema import TIMM
+from fastsuncet.config.schema import TIMM, HeadBatchNorm
 
 
 class Model(nn.Module):
@@ -228,14 +228,17 @@ def _encoder(name: str, stem: str) -> nn.Module:
     return encoder
 
 
-def _projection_head(width: int, hidden: int, output: int, batchnorm: bool, layers: int) -> nn.Sequential:
+def _projection_head(
+    width: int, hidden: int, output: int, batchnorm: HeadBatchNorm, layers: int
+) -> nn.Sequential:
     # Appendix H says only "before the final layer"; SimCLR, SwAV and PAWS have it before the ReLU. The keys become
     # 0.*, 1.* (BatchNorm) and 3.*, so neither head can be loaded into the other by mistake.
     inner: list[nn.Module] = []
     for inputs in [width, *[hidden] * (layers - 2)]:
         norm = [nn.BatchNorm1d(hidden)] if batchnorm else []
         inner += [nn.Linear(inputs, hidden), *norm, nn.ReLU(inplace=True)]
-    return nn.Sequential(*inner, nn.Linear(hidden, output))
+    last = [nn.BatchNorm1d(output)] if batchnorm == "all" else []
+    return nn.Sequential(*inner, nn.Linear(hidden, output), *last)
 
 
 def projection_head_of(tensors: Mapping[str, torch.Tensor]) -> nn.Sequential | None:
@@ -244,7 +247,9 @@ def projection_head_of(tensors: Mapping[str, torch.Tensor]) -> nn.Sequential | N
     if len(weights) not in (2, 3):
         return None
     (hidden, width), output = weights[0].shape, len(weights[-1])
-    head = _projection_head(width, hidden, output, "1.running_mean" in tensors, len(weights))
+    after_last = f"{3 * len(weights) - 2}.running_mean"
+    batchnorm = "all" if after_last in tensors else "1.running_mean" in tensors
+    head = _projection_head(width, hidden, output, batchnorm, len(weights))
     shapes = ({key: x.shape for key, x in each.items()} for each in (head.state_dict(), tensors))
     return head if next(shapes) == next(shapes) else None
 
@@ -290,7 +295,7 @@ def build_model(
     stem: str = "imagenet",
     hidden: int = 2048,
     output: int = 128,
-    head_batchnorm: bool = False,
+    head_batchnorm: HeadBatchNorm = False,
     head_layers: int = 2,
     prediction_head: bool = False,
     *,
@@ -306,7 +311,8 @@ def build_model(
         resnet_tiny (for tests and the demo), or timm/NAME.
     stem: "imagenet" (7 x 7 stride 2, max-pool) or "cifar" (3 x 3 stride 1, no max-pool; for under 64 px).
     hidden, output: widths of the head, Linear(width, hidden) - ReLU - Linear(hidden, output), no BatchNorm;
-    head_batchnorm adds one before the ReLU (paper Appendix H, where L_sup_out did not converge without);
+    head_batchnorm adds one before each ReLU (paper Appendix H, where L_sup_out did not converge without); "all":
+    one of the output too, as SimCLR's authors have it;
     head_layers: 2, or 3 with one more Linear(hidden, hidden) - ReLU.
     prediction_head: PAWS's, on z; predicts: without such a head z itself predicts.
     classes: outputs of a linear classifier on h; prototypes: outputs of a bias-free one on z; None: no such layer.

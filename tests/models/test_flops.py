@@ -61,6 +61,7 @@ def parameter_bytes(network, *kinds):
         ("resnet50", "imagenet", 45, False),
         ("resnet18", "cifar", 16, False),
         ("resnet_tiny", "cifar", 15, True),
+        ("resnet_tiny", "cifar", 15, "all"),
     ],
 )
 def test_memory_estimate_is_what_autograd_keeps(name, stem, size, head_batchnorm):

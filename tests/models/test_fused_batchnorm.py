@@ -154,7 +154,7 @@ def test_kernels_keep_nan(host):
 def test_fused_network_is_the_same_network(name, monkeypatch):
     narrow_resnet50(monkeypatch, 8)
     stem = "cifar" if name == "resnet_tiny" else "imagenet"
-    network = build_model(name, stem=stem, hidden=8, output=4, head_batchnorm=True)
+    network = build_model(name, stem=stem, hidden=8, output=4, head_batchnorm="all")
     parameters, keys = list(network.parameters()), list(network.state_dict())
     plain = copy.deepcopy(network).double()
     fused = fuse(network, shared=False)

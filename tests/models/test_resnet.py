@@ -149,11 +149,13 @@ def test_wide_network_halves_twice_and_normalizes_before_its_convolutions():
     torch.testing.assert_close(block(x), expected)
 
 
-def test_heads_of_paws_have_their_layers_and_parameters():
-    """On ImageNet: 2048-2048-2048-2048 with BatchNorm, and a prediction head 2048-512-2048 that begins with one."""
+def test_heads_of_paws_and_of_simclrs_authors_have_their_layers():
+    """PAWS on ImageNet: 2048-2048-2048-2048 with BatchNorm, then 2048-512-2048, which begins with one."""
     model = build_model(output=2048, head_batchnorm=True, head_layers=3, prediction_head=True, device="meta")
+    simclrs = build_model(head_batchnorm="all", device="meta")
     names = ["Linear", "BatchNorm1d", "ReLU"]
     assert [type(layer).__name__ for layer in model.head] == [*names, *names, "Linear"]
+    assert [type(layer).__name__ for layer in simclrs.head] == [*names, "Linear", "BatchNorm1d"]
     assert [type(layer).__name__ for layer in model.predictor] == ["BatchNorm1d", *names, "Linear"]
     assert count(model.head) == 3 * (2048**2 + 2048) + 2 * 2 * 2048
     assert count(model.predictor) == 2 * 2048 + (2048 * 512 + 512) + 2 * 512 + (512 * 2048 + 2048)

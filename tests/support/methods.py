@@ -34,7 +34,7 @@ METHODS = {
         for loss in get_args(ContrastsLabels)
     },
     "labels alone, SuNCEt": LABELS_ALONE,
-    "labels alone, L_sup_out": [*LABELS_ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=true"],
+    "labels alone, L_sup_out": [*LABELS_ALONE, "criterion.supervision=sup_con", "model.head_batchnorm=all"],
     "labels alone, cross-entropy": [*LABELS_ALONE, "criterion.supervision=cross_entropy"],
     "SwAV": [*SWAV, "criterion.supervised_epochs=0"],
     "SwAV + SuNCEt": SWAV,

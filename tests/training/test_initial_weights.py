@@ -67,11 +67,17 @@ AUTHORS = {
 }
 
 
-@pytest.mark.parametrize("of", ["the authors", "this project"])
-def test_initial_weights_fill_the_heads_of_paws(tmp_path, of):
+@pytest.mark.parametrize(
+    ("of", "batchnorm"), [("the authors", True), ("this project", True), ("this project", "all")]
+)
+def test_initial_weights_fill_the_heads_of_paws(tmp_path, of, batchnorm):
     words = [*PAWS, *PAWS_HEADS, "swav.small_size=8", "model.hidden=24", "model.output=8"]
-    words += ["model.init_heads=true", f"model.init={tmp_path / 'w.pth'}"]
-    theirs = build_model("resnet_tiny", "imagenet", 24, 8, True, 3, True, seed=5).state_dict()
+    words += [
+        "model.init_heads=true",
+        f"model.init={tmp_path / 'w.pth'}",
+        f"model.head_batchnorm={batchnorm}".lower(),
+    ]
+    theirs = build_model("resnet_tiny", "imagenet", 24, 8, batchnorm, 3, True, seed=5).state_dict()
     found = theirs
     if of == "the authors":  # paws_imgnt_300ep.pth.tar
         named = {
