@@ -306,12 +306,13 @@ def photo_variants(measured: Mapping[str, Studies], base: str, best: str) -> lis
     kinds, tables = (*BY_FEATURES, "own"), []
     start, head, *settings = points.VARIANTS.values()
     theirs, alike = points.PEERS["lightly"], [f"{BASELINE}, {words}" for words in settings]
-    twins = (base, BASELINE, METHOD, CROSS_ENTROPY)
+    twins, labeled = (base, BASELINE, METHOD, CROSS_ENTROPY), f"{METHOD}, {settings[-1]}"
     for group in (
         dict.fromkeys(points.PEERS.values(), (BASELINE, base)),
         {f"{name}, {start}": (name, base, f"{base}, {start}") for name in twins},
         {f"{name}, {head}": (name, base) for name in twins},
-        {name: (before, theirs, base) for before, name in zip((BASELINE, *alike), alike)},
+        {name: (before, theirs, base) for before, name in zip((BASELINE, *alike), alike)}
+        | {labeled: (alike[-1], METHOD, base)},
     ):
         rows = []
         for (name, others), labels in product(group.items(), ("300", "100")):
@@ -336,6 +337,9 @@ def photo_variants(measured: Mapping[str, Studies], base: str, best: str) -> lis
             word = "the settings explain it" if center + half < 1.5 else "undecided"
             word = "the trainer is behind" if center > half else word
             tables.append(f"{theirs}, less {name}: {plus_minus(behind)} points. By the rule: **{word}**.")
+    if ahead := by_draw(measured, [(labeled, base)], ["300", "100"]):
+        word = HELPS[points.decision(*points.interval(ahead))]
+        tables.append(f"{labeled}, less {base}: {plus_minus(ahead)} points. By the rule: **{word}**.")
     return tables
 
 
