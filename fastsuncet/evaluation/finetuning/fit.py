@@ -60,22 +60,23 @@ def resolve_batch(config: Config, section: str, images: int, of: str, world_size
     asked = getattr(config, section).batch_size
     batch = asked.per_rank * world_size if isinstance(asked, PerRank) else asked
     parts = world_size * passes
+    most = images // parts * parts
     if section == "finetune" and config.finetune.head == "linear":
-        batch = min(batch, images // parts * parts)
-    if batch >= 1 and batch % parts == 0 and batch <= images:
+        batch = min(batch, most)
+    if 1 <= batch <= images and batch % parts == 0:
         return batch
     sharing = "1 process" if world_size == 1 else f"{world_size} processes"
     if passes > 1:
         sharing += f" in {passes} passes each ({section}.accumulate)"
-    if batch < 1 or batch % parts:
-        fits = max(1, round(batch / parts)) * parts
+    if not most:
+        problem = f"{images:,} labeled images{of} cannot be shared by {sharing}"
+    elif batch < 1 or batch % parts:
+        fits = min(max(1, round(batch / parts)) * parts, most)
         problem = (
             f"{batch:,} images cannot be shared by {sharing}: a multiple of {parts} can, such as {fits:,}"
         )
     else:
-        fits = images // parts * parts
-        advice = f"at most {fits:,}" if fits else f"and no batch can be shared by {sharing}"
-        problem = f"{images:,} labeled images{of} do not fill a batch of {batch:,}: {advice}"
+        problem = f"{images:,} labeled images{of} do not fill a batch of {batch:,}: at most {most:,}"
     raise config.error(f"{section}.batch_size", problem)
 
 
