@@ -77,7 +77,7 @@ def allowed(schema: Schema, key: str) -> str:
 def _bounded(kind: Any, bounds: Sequence[Any]) -> str:
     """Return what a number within pydantic's `bounds` is: "a whole number, 1 or more", "a number above 0"."""
     number = "a whole number" if kind is int else "a number"
-    said = {Ge: ", {:g} or more", Gt: " above {:g}", Le: " up to {:g}", Lt: " below {:g}"}
+    said = {Ge: ", {:,} or more", Gt: " above {:,}", Le: " up to {:,}", Lt: " below {:,}"}
     return number + " and".join(said[type(bound)].format(*astuple(bound)) for bound in bounds)
 
 

@@ -26,7 +26,7 @@ from pydantic.fields import FieldInfo
 from typing_extensions import Self, TypeIs
 
 from fastsuncet.config.problems import words
-from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation
+from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation, Pixels
 
 
 # ------------------------------------------------------------------------------------------------------------- types
@@ -59,11 +59,15 @@ def matching(pattern: str, words: str) -> Allowed:
     return Allowed(lambda text: re.fullmatch(pattern, text) is not None, words)
 
 
-# A number needs words only where they say more than its bounds.
-Count = Annotated[int, Ge(1)]
-CountOrZero = Annotated[int, Ge(0)]
+# A number needs words only where they say more than its bounds. A larger one is a slip, and overflows somewhere.
+MOST = 10**9
+Count = Annotated[int, Ge(1), Le(MOST)]
+CountOrZero = Annotated[int, Ge(0), Le(MOST)]
+Few = Annotated[int, Ge(1), Le(1000)]
+FewOrZero = Annotated[int, Ge(0), Le(1000)]
+Width = Annotated[int, Ge(1), Le(100_000)]
 Prototypes = Annotated[
-    int, Ge(2), described("a whole number, 2 or more: all images are assigned to a single one")
+    Width, Ge(2), described("a whole number from 2 to 100,000: all images are assigned to a single one")
 ]
 Seed = Annotated[int, Ge(0), Lt(2**63), described("a whole number from 0 to 2^63 - 1")]
 
@@ -75,15 +79,18 @@ class PerRank(Section):
 
 
 ImageCount = Annotated[
-    CountOrZero | PerRank, described("a whole number of images over all processes, or {per_rank: N}")
+    CountOrZero | PerRank,
+    described("a whole number of images over all processes, or {per_rank: N}, up to 1,000,000,000"),
 ]
 Epochs = Annotated[
     CountOrZero | Literal["all", "plateau"],
-    described("a whole number of epochs, 0 or more, or all or plateau"),
+    described("a whole number of epochs, 0 or more, or all or plateau; at most 1,000,000,000"),
 ]
-Positive = Annotated[float, Gt(0)]
-Strength = Annotated[Positive | Literal["auto"], described("a number above 0, or auto")]
-NotNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0), Le(MOST)]
+Strength = Annotated[
+    Positive | Literal["auto"], described("a number above 0 and up to 1,000,000,000, or auto")
+]
+NotNegative = Annotated[float, Ge(0), Le(MOST)]
 Share = Annotated[float, Gt(0), Le(1), described("a share above 0 and up to 1, such as 0.1")]
 PartialShare = Annotated[
     float,
@@ -103,11 +110,13 @@ def different(values: tuple) -> bool:
 
 Rates = Annotated[
     tuple[Positive, ...],
-    Allowed(different, "a list of different numbers above 0, such as [0.001, 0.01]"),
+    Allowed(different, "a list of different numbers above 0 and up to 1,000,000,000, such as [0.001, 0.01]"),
 ]
 Decays = Annotated[
     tuple[NotNegative, ...],
-    Allowed(different, "a list of different numbers, 0 or more, such as [0.001, 0.01]"),
+    Allowed(
+        different, "a list of different numbers, 0 or more and up to 1,000,000,000, such as [0.001, 0.01]"
+    ),
 ]
 Datasets = Annotated[
     tuple[Literal["cifar10", "cifar100", "voc07"], ...],
@@ -170,7 +179,7 @@ class MetaSection(Section):
     """let cuDNN, and Inductor with meta.compile, time several algorithms and take the fastest; a restart can choose
     others, and then differs in its last bits. null: the opposite of deterministic
     """
-    threads: Count | None = None
+    threads: Few | None = None
     """threads of torch on a CPU; null: torch decides"""
     timeout: Count = 1800
     """seconds that ranks wait for one that hangs before the job ends; longer than a save, and than the first scan
@@ -202,9 +211,9 @@ class SyntheticSection(Section):
 
     images: Count = 10_000
     """number of training images; a tenth as many validate"""
-    classes: Count = 10
+    classes: Width = 10
     """number of classes"""
-    size: Count = 32
+    size: Pixels = 32
     """side of the images, in pixels"""
 
 
@@ -262,10 +271,10 @@ class DataSection(Section):
     is a C++ compiler; false: in DALI's operators; on a CPU the values have the same bits. auto: where it can be
     built, on a GPU for training only, and if it passes a trial there
     """
-    decode_threads: Count | None = None
+    decode_threads: Few | None = None
     """of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it
     """
-    prefetch: Count = 2
+    prefetch: Few = 2
     """steps whose pixels are made ahead"""
     hw_decoder_share: ShareOrZero = 0.0
     """share of each pre-training batch for a GPU's hardware JPEG decoder. Between 0 and 1 two decoders share a
@@ -302,9 +311,9 @@ class ModelSection(Section):
     """of the file in init, or of timm's tensors; null: the checkpoints record it"""
     init_heads: Switch = False
     """take the projection and the prediction head from init too"""
-    hidden: Count = 2048
+    hidden: Width = 2048
     """width of the projection head's hidden layers"""
-    output: Count = 128
+    output: Width = 128
     """width of the embedding that the losses see"""
     head_batchnorm: HeadBatchNorm = False
     """BatchNorm before each ReLU of the projection head; all: of its output too, as in SimCLR's code"""
@@ -349,7 +358,7 @@ class CriterionSection(Section):
     """classes in a labeled batch over all processes"""
     supervised_imgs_per_class: ImageCount = 0
     """labeled images of each class over all processes"""
-    supervised_views: Count = 1
+    supervised_views: Few = 1
     """random views of each labeled image in an update"""
     supervised_epochs: Epochs = 0
     """supervision is on before this epoch. 0: never on; all: on to the end; plateau: on until the epoch means of
@@ -411,13 +420,13 @@ class SwavSection(Section):
     """number of prototypes"""
     epsilon: Positive = 0.05
     """entropy of the Sinkhorn-Knopp assignment"""
-    iterations: Count = 3
+    iterations: Few = 3
     """iterations of Sinkhorn-Knopp"""
     freeze_steps: CountOrZero = 313
     """updates before the prototypes are trained"""
-    small_crops: CountOrZero = 6
+    small_crops: FewOrZero = 6
     """small crops of each image"""
-    small_size: Count = 96
+    small_size: Pixels = 96
     """side of a small crop, in pixels"""
     small_scale: AreaShares = (0.05, 0.14)
     """area of a small crop, as a share of the image's"""
@@ -538,7 +547,7 @@ class FinetuneSection(Section):
     """Nesterov momentum"""
     weight_decay: NotNegative = 0.0
     """weight decay of SGD"""
-    accumulate: Count = 1
+    accumulate: Few = 1
     """passes for one update, to save memory; BatchNorm sees smaller parts"""
     crop_scale: AreaShares = (0.08, 1.0)
     """area of the random crop, as a share of the image's"""
@@ -560,7 +569,7 @@ class NpiSection(Section):
 
     temperature: Positive | None = None
     """null: criterion.temperature"""
-    views: CountOrZero = 1
+    views: FewOrZero = 1
     """random crops of each labeled image that join the supports; 0: its center crop, as PAWS has it"""
     features: Literal["encoder", "projection"] = "encoder"
     """what is compared; projection: the projection head's output, as PAWS has it"""
@@ -587,9 +596,9 @@ class TransferSection(Section):
     """of the grid"""
     weight_decays: Decays = (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0)
     """weight decays of the grid, each divided by the learning rate"""
-    size: Count = 224
+    size: Pixels = 224
     """side of a crop, in pixels"""
-    resize: Count = 256
+    resize: Pixels = 256
     """shorter side before the center crop, in pixels"""
     validation: Annotated[float, Gt(0), Lt(1), described("a share between 0 and 1, such as 0.1")] = 0.1
     """share of CIFAR's training images; VOC07 has a validation set"""

@@ -32,7 +32,7 @@ class Allowed(Predicate):
 
 
 Probability = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "a probability from 0 to 1")]
-Amount = Annotated[float, Allowed(lambda x: 0 <= x < math.inf, "a number, 0 or more")]
+Amount = Annotated[float, Allowed(lambda x: 0 <= x <= 10, "a number from 0 to 10")]
 AreaShares = Annotated[
     tuple[float, float],
     Allowed(
@@ -42,9 +42,12 @@ AreaShares = Annotated[
 ]
 Range = Annotated[
     tuple[float, float],
-    Allowed(lambda pair: 0 < pair[0] <= pair[1] < math.inf, "two numbers [low, high] with 0 < low <= high"),
+    Allowed(
+        lambda pair: 0.001 <= pair[0] <= pair[1] <= 1000,
+        "two numbers [low, high] with 0.001 <= low <= high <= 1000",
+    ),
 ]
-Pixels = Annotated[int, Allowed(lambda n: 1 <= n < 2**31, "a whole number, 1 or more")]
+Pixels = Annotated[int, Allowed(lambda n: 1 <= n <= 2048, "a whole number from 1 to 2,048")]
 Strength = Annotated[float, Allowed(lambda x: 0 <= x <= 2.5, "a number from 0 to 2.5")]
 Turns = Annotated[float, Allowed(lambda x: 0 <= x <= 0.5, "a number of turns from 0 to 0.5")]
 Order = Annotated[Literal["fixed", "random"], Allowed(lambda o: o in ("fixed", "random"), "fixed or random")]
@@ -55,9 +58,12 @@ Window = Annotated[
     ),
 ]
 Color = tuple[float, float, float]
-Mean = Annotated[Color, Allowed(lambda c: all(map(math.isfinite, c)), "three numbers [red, green, blue]")]
+Mean = Annotated[
+    Color, Allowed(lambda c: all(0 <= x <= 1 for x in c), "three numbers from 0 to 1 [red, green, blue]")
+]
 Deviation = Annotated[
-    Color, Allowed(lambda c: all(0 < x < math.inf for x in c), "three numbers above 0 [red, green, blue]")
+    Color,
+    Allowed(lambda c: all(0.001 <= x <= 1 for x in c), "three numbers from 0.001 to 1 [red, green, blue]"),
 ]
 
 

@@ -52,7 +52,7 @@ optimization:
   run.yaml:8: optimization.warmup: 10
       must be shorter than the run: 10 epochs of 5
   run.yaml:9: optimization.lr: "1.0"
-      must be a number above 0; without the quotes it is a number
+      must be a number above 0 and up to 1,000,000,000; without the quotes it is a number
   command line: optimization.momentum
       an override is written section.key=value, without spaces around the =
   command line: meta.precision=fp15
@@ -65,6 +65,12 @@ def test_messages_control_characters_and_long_values():
     assert "\x1b" not in message
     assert "command line: logging.folder=?[2J\n      not valid YAML: the character U+001B is" in message
     assert f"command line: meta.seed={'9' * 57}...\n" in message
+
+
+@pytest.mark.parametrize("value", [10**30, -1, [1e30], [-1, -1]])
+def test_messages_every_key_refuses_absurd_numbers(value):
+    found = refusal(GOOD, *(f"{key}={value}" for key in CONFIG.values))
+    assert [key for key in CONFIG.values if f"command line: {key}={value}\n      must be " not in found] == []
 
 
 def test_messages_every_key_has_words():

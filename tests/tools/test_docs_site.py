@@ -13,7 +13,7 @@ def test_config_page_has_every_key_that_can_be_written_with_its_default():
     written = {key for key, field in CONFIG.values.items() if not field.exclude}
     assert {key for key in CONFIG.values if f'<span id="{key}">' in page} == written
     (row,) = [line for line in page.splitlines() if 'id="optimization.weight_decay"' in line]
-    assert row.endswith("| `1.0e-06` | a number, 0 or more |")
+    assert row.endswith("| `1.0e-06` | a number, 0 or more and up to 1,000,000,000 |")
 
 
 def test_commands_page_has_the_help_of_every_command():
