@@ -61,7 +61,7 @@ class Experiment(NamedTuple):
     decided: dict[str, range]  # evaluation -> the seeds that decide
 
 
-FEW_LABELS, PHOTOS = "cifar10-few-labels", "clothing-photos"
+FEW_LABELS, PHOTOS, AGAIN = "cifar10-few-labels", "clothing-photos", "cifar10-3000"
 EXPERIMENTS = {
     "cifar10-16px": Experiment("CIFAR-10 at 16 pixels", "10 % of the labels", {"linear": range(5)}),
     "cifar10-plateau": Experiment("CIFAR-10 at 16 pixels", "10 % of the labels", {}),
@@ -123,6 +123,8 @@ def show(path: Path) -> list[str]:
         return show_few_labels(path)
     if path.parent.name == PHOTOS:
         return show_photos(path)
+    if path.parent.name == AGAIN:
+        return show_again(path)
     linear = points.read(path)[""]["linear"]
     return show_plateau(linear) if points.PLATEAU in linear.groups else show_paired(path)
 
@@ -337,10 +339,27 @@ def photo_variants(measured: Mapping[str, Studies], base: str, best: str) -> lis
             word = "the settings explain it" if center + half < 1.5 else "undecided"
             word = "the trainer is behind" if center > half else word
             tables.append(f"{theirs}, less {name}: {plus_minus(behind)} points. By the rule: **{word}**.")
-    if ahead := by_draw(measured, [(labeled, base)], ["300", "100"]):
-        word = HELPS[points.decision(*points.interval(ahead))]
-        tables.append(f"{labeled}, less {base}: {plus_minus(ahead)} points. By the rule: **{word}**.")
-    return tables
+    return [*tables, *does_it_help(measured, labeled, base)]
+
+
+def does_it_help(measured: Mapping[str, Studies], name: str, base: str) -> list[str]:
+    """Return the decision on pre-training as `name` against the labels alone; none until all draws have ended."""
+    less = by_draw(measured, [(name, base)], ["300", "100"])
+    word = less and HELPS[points.decision(*points.interval(less))]
+    return [f"{name}, less {base}: {plus_minus(less)} points. By the rule: **{word}**."] if less else []
+
+
+def show_again(path: Path) -> list[str]:
+    """Return the table of what helped on the photos, on other images, and the decision."""
+    measured, rows = points.read(path, range(SEEDS + 1)), []
+    (base,) = (name for name in ALONE.values() if name in measured["300"][BY_FEATURES[0]].groups)
+    for labels in ("300", "100"):
+        found = [measured[labels][kind] for kind in BY_FEATURES]
+        ends = [[study.shares(name) for study in found] for name in (base, METHOD)]
+        rows += [[f"{labels} labels: {name}", *map(with_seeds, e)] for name, e in zip((base, METHOD), ends)]
+        rows.append([f"less {base}, points (95 %)", *map(gain, *ends)])
+    heads = ["top-1, %, 10,000 test images", *(EVALUATIONS[kind] for kind in BY_FEATURES)]
+    return [table(heads, rows), *does_it_help(measured, METHOD, base)]
 
 
 def by_draw(
