@@ -72,7 +72,7 @@ EXPERIMENTS = {
     ),
     FEW_LABELS: Experiment("CIFAR-10 at 16 pixels", "100 and 500 labels", {}),
 }
-SEEDS, CHECKPOINTS = 5, 8
+SEEDS = 5
 NOT_REACHED = 1.5  # counts for r where a seed never has SimCLR's best accuracy
 RULES = {
     "final": "SimCLR's final accuracy, in % of its whole cost",
@@ -159,8 +159,11 @@ def show_paired(path: Path) -> list[str]:
             if not control or points.interval(control)[0] > points.interval(control)[1]:
                 costs += [[f"{name}, {title}", *saved_cells(study, name)] for name in methods]
         if kind in decided:
-            line = decision_line(study, checkpoints[-1].step, decided[kind])
-            tables.append(f"{title[0].upper()}{title[1:]}. {line}")
+            seeds, step = decided[kind], checkpoints[-1].step
+            less = points.paired(*(study.shares(name, step, seeds) for name in (BASELINE, METHOD)))
+            word = f"Decision by the rule: **{points.decision(*points.interval(less))}**"
+            shown = f"{plus_minus(less)} points, seeds {seeds[0]} to {seeds[-1]}"
+            tables.append(f"{title[0].upper()}{title[1:]}. {word}, {shown}.")
     return [
         *tables,
         absolute(found),
@@ -168,15 +171,6 @@ def show_paired(path: Path) -> list[str]:
         table(["FLOPs until a method has", *RULES.values()], costs),
         *(show_unlabeled(held_out, measured) if held_out else []),
     ]
-
-
-def decision_line(study: Study, step: int | None, seeds: range) -> str:
-    """Return the decision on SuNCEt against SimCLR after `step` updates, on the `seeds` of the rules."""
-    found = points.paired(*(study.shares(name, step, seeds) for name in (BASELINE, METHOD)))
-    if len(found) < len(seeds):
-        return f"Decision by the rule: none yet, {len(found)} of {len(seeds)} seeds."
-    shown = f"{plus_minus(found)} points, seeds {seeds[0]} to {seeds[-1]}"
-    return f"Decision by the rule: **{points.decision(*points.interval(found))}**, {shown}."
 
 
 def absolute(found: Studies, names: Sequence[str] = tuple(NAMES.values())) -> str:
@@ -225,18 +219,14 @@ def show_unlabeled(held_out: Studies, found: Studies) -> list[str]:
     The rule is amendment 2 of docs/results/cifar10-32px/rules.md.
     """
     order = sorted(filter(points.rate_of, held_out), key=lambda kind: float(points.rate_of(kind)))
-    alone, seeds, rows, ends, lines = [*ALONE.values()], range(3), [], {}, []
+    rows, ends, lines = [], {}, []
     for name, each in choices(held_out, order).items():
         if len(each) == len(order):
             chosen = top(each)
-            ends[name] = found[chosen].shares(name, seeds=seeds)
+            ends[name] = found[chosen].shares(name, seeds=range(3))
             rows.append([name, *map(accuracy, each.values()), points.rate_of(chosen), with_seeds(ends[name])])
     for ours in (METHOD, CROSS_ENTROPY):
-        ready = min(len(ends.get(name, ())) for name in (*alone, ours))
-        if ready < len(seeds):
-            lines.append(f"{ours} against labels alone: no decision yet, {ready} of {len(seeds)} seeds.")
-            continue
-        base = max(alone, key=lambda name: mean(ends[name].values()))
+        base = max(ALONE.values(), key=lambda name: mean(ends[name].values()))
         less = points.paired(ends[base], ends[ours])
         word = points.decision(*points.interval(less))
         said = {"refuted": "do not help", "undecided": "undecided"}.get(word, "help")
@@ -290,8 +280,6 @@ def show_photos(path: Path) -> list[str]:
     tables.append(table([f"less {base}, points (95 %)", *heads], gains))
     tables += photo_variants(measured, base, best[base])
 
-    if (ready := min(map(len, decided.values()))) < SEEDS:
-        return [*tables, f"Decisions: none yet, {ready} of {SEEDS} draws."]
     rows = []
     for what, each, p in points.by_holm(decided):
         word = points.decision(*points.interval(each))
@@ -424,7 +412,7 @@ def show_plateau(study: Study) -> list[str]:
 def show_few_labels(path: Path) -> list[str]:
     """Return the tables from few labels to many: the gate, accuracies, and the four decisions corrected by Holm."""
     gate, measured = show_gate(points.read(path, [HELD_OUT_SEED])), points.read(path, range(SEEDS))
-    runs = {labels: measured[labels] for labels in ("100", "500") if labels in measured}
+    runs = {labels: measured[labels] for labels in ("100", "500")}
     trained, kinds = (BASELINE, METHOD, CROSS_ENTROPY), ("finetune", "linear_auto")
     heads = [f"{EVALUATIONS[kind]}, %" for kind in kinds]
     measures = (points.ALL_KINDS, *([kind] for kind in kinds))
@@ -448,12 +436,6 @@ def show_few_labels(path: Path) -> list[str]:
     if added:
         tables.append(table(["less the better of the labels alone, points", *trained], added))
     tables.append(table(["FLOPs until a method has", *RULES.values()], costs))
-    ended = [
-        sum(len(curve.points) == CHECKPOINTS for curve in found[kind].curves(name))
-        for found, kind, name in product(runs.values(), kinds, trained)
-    ]
-    if len(runs) < 2 or min(ended) < SEEDS:
-        return [*gate, *tables, f"Decisions: none yet, {min(ended, default=0)} of {SEEDS} seeds."]
     return [*gate, *tables, *(few_labels_decisions(runs, kind) for kind in kinds)]
 
 

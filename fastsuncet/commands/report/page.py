@@ -86,19 +86,17 @@ def watch(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> N
     while True:
         going = [run for run in runs if atomic_files.read_object(run / "status.json").get("state") != "done"]
         for run in runs:
-            stamp = _stamp(run)
+            # What changes when a run goes on, or is evaluated.
+            files = [run / name for name in (writer.JSONL, "status.json", VIEWS)]
+            files += sorted((run / RESULTS).glob("*.json"))
+            stats = [(path.name, path.stat()) for path in files if path.exists()]
+            stamp = tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
             if stamp != seen.get(run):
                 path, seen[run] = write_page(run, refresh=run in going), stamp
                 say_line(f"wrote {path}")
         if not going:
             return
         wait(EVERY)
-
-
-def _stamp(run: Path) -> tuple:
-    """Return what changes when a run goes on, or is evaluated."""
-    files = [run / writer.JSONL, run / "status.json", run / VIEWS, *sorted((run / RESULTS).glob("*.json"))]
-    return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files if path.exists())
 
 
 def as_html(run: Path, *, refresh: bool = False) -> str:

@@ -53,7 +53,10 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         for record in found:
             kind, home, one = measurement_of(record), home_of(record, run, config), record["encoder"]
             if Path(home).resolve() not in homes:
-                homes[Path(home).resolve()] = _other_run(home, record)
+                path = Path(home) / "config.yaml"
+                other = load_config(path) if path.is_file() else None
+                method = methods.name(other) if other else one.get("method") or Path(home).name
+                homes[Path(home).resolve()] = (home, method, other)
             tag = tuning_of(record) if "finetuned" in record["setting"] else None
             tuned = "" if tag is None else f"fine-tuned first ({tag})" if tag else "fine-tuned first"
             parts = ", ".join(filter(None, [tuned, variant(record, splitting[kind])]))
@@ -185,15 +188,6 @@ def home_of(record: Json, run: Path, config: Config) -> str:
         not home.is_dir() or home == config.run_folder
     )
     return str(run) if known or home.resolve() == run.resolve() else str(home)
-
-
-def _other_run(home: str, record: Json) -> tuple[str, str, Config | None]:
-    """Return (name, method, its config if there is one) of an encoder that is not the evaluated folder's own."""
-    path = Path(home) / "config.yaml"
-    if path.is_file():
-        config = load_config(path)
-        return home, methods.name(config), config
-    return home, record["encoder"].get("method") or Path(home).name, None
 
 
 def point(step: int | None, epoch: float | None, ledger: Json, metrics: dict[str, float]) -> Point:
