@@ -1,0 +1,86 @@
+"""Print what a run costs: multiply-adds of its network by torch's counter, then petaFLOPs of update, epoch and run.
+
+    python tools/measure_flops.py configs/in1k_10pct.yaml [section.key=value ...] [--images N] [--world-size W]
+
+torch counts one forward and backward pass on the meta device, where tensors have shapes and no values: nothing is
+computed, and no data is needed. The ledger counts 6 FLOP per multiply-add, which includes the gradient of the images;
+training does not need that one, so torch's count is smaller.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` can be imported
+
+from fastsuncet.commands.train import IMAGENET, IMAGES
+from fastsuncet.config import Arithmetic, Config, load_config
+from fastsuncet.models.flops import FLOP_PER_MAC, network_cost, petaflops, run_macs, update_macs
+from fastsuncet.models.resnet import build_model
+from tools.bench import harness
+
+
+def training_flops(config: Config, *, image_gradient: bool = False) -> int:
+    """Return torch's count of one view's forward and backward pass."""
+    m, size = config.model, config.data.augmentation.size
+    network = build_model(m.name, m.stem, *m.head, device="meta")
+    # Two images, because BatchNorm in the head needs more than one.
+    images = torch.empty(2, 3, size, size, device="meta", requires_grad=image_gradient)
+    with FlopCounterMode(display=False) as counter:
+        network(images).sum().backward()
+    return counter.get_total_flops() // 2
+
+
+def network_table(config: Config) -> dict:
+    """Return the table of one view's cost."""
+    m, size = config.model, config.data.augmentation.size
+    macs = network_cost(m.name, m.stem, size, *m.head).macs
+    points = [
+        {"name": "GMAC, forward", "count": macs},
+        {"name": "GFLOP, forward and backward, torch's count", "count": training_flops(config)},
+        {"name": f"GFLOP, {FLOP_PER_MAC} per MAC, as the ledger counts", "count": FLOP_PER_MAC * macs},
+    ]
+    title = f"one view: {m.name}, {m.stem} stem, {size} px, head {m.hidden}-{m.output}"
+    columns = [("", "name", str), ("", "count", lambda count: f"{count / 1e9:.5g}")]
+    return harness.table(title, points, columns)
+
+
+def run_table(config: Config, a: Arithmetic, images: int) -> dict:
+    """Return the table of views and petaFLOPs, with the labeled batch and after its switch-off."""
+    points = []
+    for name, labeled in ((" with labels", True), ("", False)):
+        if labeled and not a.supervised_steps:
+            continue
+        views, macs = a.update_views(labeled), update_macs(config, a, labeled)
+        for what, updates in (("update", 1), ("epoch", a.steps_per_epoch)):
+            points.append({"name": what + name, "views": views * updates, "macs": macs * updates})
+    # When the loss on labels plateaus is not known before the run.
+    most = " with labels to the end" if config.criterion.supervised_epochs == "plateau" else ""
+    name = f"run of {a.steps:,} updates{most}"
+    on, off = a.supervised_steps, a.steps - a.supervised_steps
+    views = on * a.update_views(True) + off * a.update_views(False)
+    points.append({"name": name, "views": views, "macs": run_macs(config, a)})
+    cost = ("petaFLOPs", "macs", lambda macs: f"{petaflops(macs):.5g}")
+    columns = [("", "name", str), ("views", "views", "{:,}".format), cost]
+    return harness.table(f"{images:,} images, {a.steps_per_epoch:,} updates an epoch", points, columns)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print both tables."""
+    parser = harness.parser(__doc__, config=True)
+    parser.add_argument("--images", type=int, help="unlabeled images (default: those of the public data set)")
+    parser.add_argument("--world-size", type=int, default=1, help="processes, for batch sizes given per rank")
+    options = parser.parse_intermixed_args(arguments)
+    if (options.images is not None and options.images < 1) or options.world_size < 1:
+        parser.error("--images and --world-size must be above 0")
+    config = load_config(options.config, options.overrides)
+    images = options.images or IMAGES.get(config.data.kind, IMAGENET)
+    report = harness.Report("measure_flops", options.json, config=config.canonical())
+    sizes = config.resolve(options.world_size, images)
+    return report.finish([network_table(config), run_table(config, sizes, images)])
+
+
+if __name__ == "__main__":
+    harness.run(main)
