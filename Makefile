@@ -36,7 +36,7 @@ test: $(READY)  ## the whole test suite, CPU only
 test-fast: $(READY)  ## the tests for an edit-run cycle: no training, no extra processes, under a minute
 	$(PYTEST) -m "not slow" --durations=10
 
-mutants: $(READY)  ## break a copy of the code in many places, one at a time, and name the test that notices: an hour
+mutants: $(READY)  ## break a copy of the code in many places, one at a time, and name the test that notices: ten minutes
 	$(BIN)/python tools/mutations.py
 
 results: $(READY)  ## recompute tables and figures of README.md and RESULTS.md

@@ -28,7 +28,7 @@ SHM_NEEDED = 0.25 * GIGA
 EXTRAS = {
     "dali-cu12": "images by DALI, one of the two builds: NVIDIA driver 525 or newer",
     "dali-cu13": "images by DALI, one of the two builds: NVIDIA driver 580 or newer",
-    "plots": "the pictures of demo, preview, report and tune",
+    "plots": "the pictures of preview, demo, report, evaluate and finetune",
     "demo": "scikit-learn's digits",
     "tensorboard": "logging.tensorboard",
     "wandb": "logging.wandb",

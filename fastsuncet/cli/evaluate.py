@@ -13,7 +13,7 @@ linear     the linear protocol: logistic regression on the frozen representation
            penalty (scikit-learn's C): a number, or auto, which chooses it by 5-fold
            cross-validation on the labeled images. With data.split.kind=all it is the usual
            protocol on all training images.
-accuracy   a network that has a classifier: one that `fastsuncet finetune` trained, or a file of
+accuracy   a network that has a classifier: a run with cross-entropy, a fine-tuning, or a file of
            torchvision or timm with its fc layer.
 
 Each validation image is counted once, on any number of processes. With data.validation=null, knn
