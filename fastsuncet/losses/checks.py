@@ -1,7 +1,8 @@
 """Checks of the losses' arguments. Each raises ValueError with a message that begins with the loss's name."""
 
 import math
-from numbers import Real
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def check_matrix(loss: str, description: str, x: Tensor) -> None:
     """Require a floating matrix; `description` is for example "z must be (rows, width)"."""
-    if x.ndim != 2 or not x.is_floating_point():
-        raise ValueError(f"{loss}: {description} of a floating dtype, not {tuple(x.shape)} of {x.dtype}")
+    if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
+        raise ValueError(f"{loss}: {description}, a tensor of a floating dtype, not {described(x)}")
+
+
+def described(x: Any) -> str:
+    """Return what a message says of an argument that must be a tensor."""
+    return f"{tuple(x.shape)} of {x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def check_rows(
@@ -35,8 +41,8 @@ def check_rows(
     check_temperature(loss, temperature)
     if keys not in KEYS:
         raise ValueError(f"{loss}: keys must be one of {KEYS}, not {keys!r}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"{loss}: chunk_size must be at least 1, or None for the default, not {chunk_size}")
+    if chunk_size is not None:
+        check_count(loss, "chunk_size", chunk_size, 1, "None is the default")
     require_equal_shapes(loss, z, group)
 
 
@@ -46,17 +52,22 @@ def check_positive(loss: str, name: str, value: float, hint: str) -> None:
         raise ValueError(f"{loss}: {name} must be a plain number above 0, not {value!r}; {hint}")
 
 
+def check_count(loss: str, name: str, value: int, least: int, hint: str) -> None:
+    """Require an integer of at least `least`."""
+    if not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{loss}: {name} must be an integer of at least {least}, not {value!r}; {hint}")
+
+
 def check_temperature(loss: str, temperature: float) -> None:
     """Require a plain finite number above 0."""
-    hint = "the paper uses 0.1 for ImageNet and 0.5 for CIFAR-10"
-    check_positive(loss, "temperature", temperature, hint)
+    check_positive(loss, "temperature", temperature, "the paper uses 0.1 for ImageNet and 0.5 for CIFAR-10")
 
 
 def check_labels(loss: str, z: Tensor, labels: Tensor, average: str = "sample") -> None:
     """Require an integer label for each row of `z`, on its device."""
-    if labels.ndim != 1 or len(labels) != len(z):
-        given = f"{tuple(labels.shape)} of {labels.dtype}"
-        raise ValueError(f"{loss}: labels must be one integer per row, ({len(z)},), not {given}")
+    if not isinstance(labels, Tensor) or labels.ndim != 1 or len(labels) != len(z):
+        wanted = f"one integer per row, a tensor ({len(z)},)"
+        raise ValueError(f"{loss}: labels must be {wanted}, not {described(labels)}")
     if labels.dtype not in _INTEGERS:
         raise ValueError(f"{loss}: labels must be integers, not {labels.dtype}; use .long() on class numbers")
     if labels.device != z.device:

@@ -27,8 +27,8 @@ def nt_xent(
     where pos(i) is the other view of the image of i, and j runs over the 2BW views of all ranks.
 
     Args:
-        z: (2B, D) floating: the first views of B images, then their second views in the same order. Rows of
-            any length, they are normalized here. All ranks pass the same shape. B = 0 gives 0.
+        z: (2B, D) floating: the first views of B images, then their second views in the same order. Rows are
+            normalized here, as those of `suncet`. All ranks pass the same shape. B = 0 gives 0.
 
     The other arguments, the returned share and the gradient are those of `suncet`. With keys the authors' first
     code (facebookresearch/suncet 5245e4a) does as for SuNCEt; their second (731547d) is detached at every W.

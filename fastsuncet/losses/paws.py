@@ -21,10 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fastsuncet.distributed.collectives import Group, all_gather_rows, gather_rows
 from fastsuncet.losses.checks import (
+    check_count,
     check_labels,
     check_matrix,
     check_positive,
     check_temperature,
+    described,
     require_equal_shapes,
 )
 from fastsuncet.losses.contrast import outside_autocast, unit_rows
@@ -62,7 +64,7 @@ def paws(
 
     Args:
         anchors: (V B, D) floating: view 0 of B images, then view 1 of the same images in the same order, and so on.
-            The first two views are the large ones. Rows of any length, they are normalized here. All ranks pass the
+            The first two views are the large ones. Rows are normalized here, as those of `suncet`. All ranks pass the
             same shape; B = 0 gives 0.
         supports: (S, D) floating, at least one row. All ranks pass the same shape.
         labels: (S,) integers of any value, which mean the same on all ranks.
@@ -167,11 +169,14 @@ def _check(
     names = ("anchors", "supports", "targets", "target_supports")
     for name, rows in zip(names, (anchors, supports, targets, target_supports)):
         check_matrix("paws", f"{name} must be (rows, width)", rows)
+        kind, of_anchors = ((x.shape[1], x.device, x.dtype == torch.float64) for x in (rows, anchors))
+        if kind != of_anchors:
+            wanted = f"the width and device of anchors, {described(anchors)}, and be float64 if they are"
+            raise ValueError(f"paws: {name} must have {wanted}, not {described(rows)}")
     check_labels("paws", supports, labels)
     check_temperature("paws", temperature)
     check_positive("paws", "sharpen", sharpen, "PAWS uses 0.25")
-    if views < LARGE_VIEWS:
-        raise ValueError(f"paws: views must be at least 2, because one predicts the other, not {views}")
+    check_count("paws", "views", views, LARGE_VIEWS, "one predicts the other")
     if len(anchors) % views or len(targets) * views != len(anchors) * LARGE_VIEWS:
         raise ValueError(
             f"paws: anchors must hold {views} views of the same images, view after view, and targets two; "
@@ -191,7 +196,6 @@ def _check(
             f"paws: without smoothing, temperature must be at least {LOWEST_TEMPERATURE}, not {temperature}: the "
             "probability of a far class would be 0"
         )
-    if prior is not None and prior.shape != labels.shape:
-        raise ValueError(
-            f"paws: prior must be one share per support, ({len(labels)},), not {tuple(prior.shape)}"
-        )
+    if prior is not None and (not isinstance(prior, Tensor) or prior.shape != labels.shape):
+        wanted = f"one share per support, a tensor ({len(labels)},)"
+        raise ValueError(f"paws: prior must be {wanted}, not {described(prior)}")

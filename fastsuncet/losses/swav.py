@@ -10,6 +10,7 @@ from torch import Tensor
 from fastsuncet.distributed.collectives import Group
 from fastsuncet.losses.checks import (
     at_least_float32,
+    check_count,
     check_matrix,
     check_positive,
     check_temperature,
@@ -62,10 +63,8 @@ def swav(
     check_positive("swav", "epsilon", epsilon, "SwAV uses 0.05")
     if scores.shape[1] == 0:
         raise ValueError(f"swav: scores must have at least one prototype, not {tuple(scores.shape)}")
-    if iterations < 1:
-        raise ValueError(f"swav: iterations must be at least 1, not {iterations}; SwAV uses 3")
-    if crops < CODE_CROPS:
-        raise ValueError(f"swav: crops must be at least 2, because one predicts the other, not {crops}")
+    check_count("swav", "iterations", iterations, 1, "SwAV uses 3")
+    check_count("swav", "crops", crops, CODE_CROPS, "one predicts the other")
     if len(scores) % crops:
         raise ValueError(
             f"swav: scores must hold {crops} crops of the same images, crop after crop; "

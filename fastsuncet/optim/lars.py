@@ -53,10 +53,10 @@ def _implementation(name: str) -> Callable[..., None]:
 class LARS(DeviceLR):
     """SGD with momentum whose step in each tensor is proportional to the tensor's norm.
 
-    params: parameters, or parameter groups that can override every keyword but `implementation` (see
-    `parameter_groups`). momentum, from 0 to below 1; weight_decay, added to the gradient; trust_coefficient, above 0,
-    the local learning rate; eps, added to the norms' sum; nesterov and lr_in_momentum as in the formula above;
-    lars=False: SGD with momentum and weight decay, without the trust ratio.
+    params: parameters, or parameter groups that can override every keyword (see `parameter_groups`). momentum, from 0
+    to below 1; weight_decay, added to the gradient; trust_coefficient, above 0, the local learning rate; eps, added to
+    the norms' sum; nesterov and lr_in_momentum as in the formula above; lars=False: SGD with momentum and weight
+    decay, without the trust ratio.
     lr: a float, or a 0-dim tensor on the parameters' device, which `set_lr` fills in place: a captured CUDA
     graph needs that. Both round alike to float32, but are not the same bits. implementation: "foreach" (all
     tensors at once), "kernel" (two CUDA launches, float32 only), "apex" (NVIDIA's kernels, where they are installed),
@@ -93,19 +93,21 @@ class LARS(DeviceLR):
         settings = LARSSettings(
             momentum, weight_decay, trust_coefficient, eps, nesterov, lr_in_momentum, lars
         )
+        super().__init__(params, {"lr": lr, **asdict(settings), "implementation": implementation})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Check a group's settings, add it as torch does, and give each new parameter its momentum buffer."""
+        group = {**self.defaults, **param_group}
+        _settings_of(group)
+        lr, implementation = group["lr"], group["implementation"]
         if isinstance(lr, Tensor) and lr.dim() > 0:
             raise ValueError(f"LARS: lr must be a number or a 0-dim tensor, got shape {tuple(lr.shape)}")
-        if not isinstance(lr, Tensor) and lr < 0:
+        if not isinstance(lr, Tensor) and not lr >= 0:
             raise ValueError(f"LARS: lr must not be negative, got {lr}")
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"LARS: implementation {implementation!r} is not one of {names}")
-        super().__init__(params, {"lr": lr, **asdict(settings), "implementation": implementation})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, check its settings, and give each new parameter its momentum buffer."""
         super().add_param_group(param_group)
-        _settings_of(self.param_groups[-1])
         for p in self.param_groups[-1]["params"]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
 
@@ -141,8 +143,11 @@ class LARS(DeviceLR):
 
         How the learning rate is held and which implementation runs stay as constructed: they belong to
         this machine, not to the run. A parameter that the file does not have starts from zero momentum.
-        Raises ValueError for a buffer of another shape.
+        Raises ValueError for the state of another optimizer and for a buffer of another shape.
         """
+        missing = {field.name for field in fields(LARSSettings)}.difference(*state_dict["param_groups"])
+        if missing:
+            raise ValueError(f"LARS: this is the state of another optimizer, without {sorted(missing)}")
         buffers = {p: state["momentum_buffer"] for p, state in self.state.items()}
         super().load_state_dict(state_dict)
         for group in self.param_groups:

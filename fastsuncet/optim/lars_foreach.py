@@ -39,10 +39,10 @@ class LARSSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"LARS: momentum must be in [0, 1), got {self.momentum}")
-        if self.weight_decay < 0 or self.eps < 0:
+        if not (self.weight_decay >= 0 and self.eps >= 0):
             values = f"{self.weight_decay} and {self.eps}"
             raise ValueError(f"LARS: weight_decay and eps must not be negative, got {values}")
-        if self.trust_coefficient <= 0:
+        if not self.trust_coefficient > 0:
             raise ValueError(f"LARS: trust_coefficient must be positive, got {self.trust_coefficient}")
         if self.nesterov and self.momentum == 0:
             raise ValueError("LARS: nesterov needs a momentum above 0")

@@ -1,6 +1,7 @@
 """LARS against the authors' trajectories and a NumPy oracle over any run; no host sync."""
 
 import io
+import math
 from dataclasses import asdict
 
 import hypothesis
@@ -285,6 +286,9 @@ def test_lars_refuses_the_state_of_another_network():
     expected = r"momentum buffer of shape \(3, 2\) for a parameter of shape \(2,\)"
     with pytest.raises(ValueError, match=expected):
         LARS([nn.Parameter(torch.zeros(2))], 0.1).load_state_dict(other)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], 0.1).state_dict()
+    with pytest.raises(ValueError, match=r"LARS: this is the state of another optimizer, without .*'eps'"):
+        LARS([nn.Parameter(torch.zeros(2))], 0.1).load_state_dict(other)
 
 
 def test_lars_runs_a_closure_with_gradients():
@@ -308,14 +312,18 @@ def test_lars_runs_a_closure_with_gradients():
         ({"eps": -1.0}, "weight_decay and eps must not be negative"),
         ({"trust_coefficient": 0.0}, "trust_coefficient must be positive, got 0.0"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov needs a momentum above 0"),
+        ({"weight_decay": math.nan}, "weight_decay and eps must not be negative, got nan"),
         ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+        ({"lr": math.nan}, "lr must not be negative, got nan"),
         ({"lr": torch.zeros(2)}, r"lr must be a number or a 0-dim tensor, got shape \(2,\)"),
         ({"implementation": "triton"}, "'triton' is not one of auto, foreach, kernel"),
     ],
 )
 def test_lars_arguments_out_of_range_are_refused(options, expected):
-    with pytest.raises(ValueError, match=f"LARS: .*{expected}"):
-        LARS([nn.Parameter(torch.zeros(2))], **{"lr": 0.1, **options})
+    p = nn.Parameter(torch.zeros(2))
+    for params, keywords in (([p], options), ([{"params": [p], **options}], {})):
+        with pytest.raises(ValueError, match=f"LARS: .*{expected}"):
+            LARS(params, **{"lr": 0.1, **keywords})
 
 
 def test_lars_refuses_a_sparse_gradient():
