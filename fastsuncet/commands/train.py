@@ -42,9 +42,8 @@ from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.output import say_line
 
-# Training images of a plan without data; ImageNet's for every other data.kind.
-IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "digits": 1_442}
-IMAGENET = 1_281_167
+# Training images of a plan without data: class folders are taken for ImageNet's.
+IMAGES = {"image_folder": 1_281_167, "cifar10": 50_000, "cifar100": 50_000, "digits": 1_442}
 
 
 def run(
@@ -171,7 +170,7 @@ def make_first_steps(config: Config, place: Place) -> None:
 def print_plan(config: Config, show_config: bool) -> None:
     """Print what a run would do here, and with `show_config` its config with the precision that it has here.
 
-    Without the data the plan is for the number of images in IMAGES, or in ImageNet, and their DataError is raised at
+    Without the data the plan is for the number of images in IMAGES, if it has one, and their DataError is raised at
     the end. Raises anything else that would end the run before its first step.
     """
     check_before_images(config)
@@ -185,7 +184,8 @@ def print_plan(config: Config, show_config: bool) -> None:
         images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
     except DataError as error:
         problem = error
-        number = IMAGES.get(config.data.kind, IMAGENET)
+        if (number := IMAGES.get(config.data.kind)) is None:
+            raise
         notes.append(f"The data were not checked. This is the plan for {number:,} images.")
         try:
             arithmetic = config.resolve(world_size, number)

@@ -254,3 +254,5 @@ def test_dry_run_without_data_prints_the_plan_and_ends_with_the_error(here, opti
     assert "all checks passed" not in out and "Nothing was saved" not in out
     assert "The data were not checked. This is the plan for 1,281,167 images." in out
     assert error.startswith(f"error: no data folder {here}/gone/train")
+    assert cli.main(["train", "run.yaml", option, "data.root=gone"]) == 3
+    assert capsys.readouterr().out == ""  # nobody knows the number of these images
