@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsuncet.distributed.collectives import Group
+from fastsuncet.distributed.collectives import Group, all_gather_rows
 from fastsuncet.losses.checks import (
     at_least_float32,
     check_count,
@@ -17,7 +17,6 @@ from fastsuncet.losses.checks import (
     require_equal_shapes,
 )
 from fastsuncet.losses.contrast import outside_autocast, unit_rows
-from fastsuncet.losses.sinkhorn import sinkhorn
 
 CODE_CROPS = 2  # the large ones: a small crop shows too little of its image to assign it
 
@@ -78,6 +77,32 @@ def swav(
     agreed = (codes.flip(0) * log_p[:CODE_CROPS]).sum() + (codes.sum(0) * log_p[CODE_CROPS:]).sum()
     pairs = CODE_CROPS * (crops - 1) * by_crop.shape[1]
     return -agreed / max(pairs, 1)
+
+
+def sinkhorn(scores: Tensor, epsilon: float = 0.05, iterations: int = 3, *, group: Group = None) -> Tensor:
+    """Compute the codes of SwAV (arXiv 2006.09882, section 3.1 and Listing 1): Q ~ exp(scores / epsilon), scaled.
+
+    One iteration scales the prototypes, so that each gets the same part of the W B samples of all ranks, and
+    then the samples, so that each gives 1. Samples are scaled last: their codes sum to 1 exactly, the
+    prototypes' parts are only nearly equal.
+
+    `scores` (..., B, K) floating are cosines of samples and prototypes, K the same on all ranks; leading dimensions
+    are separate problems (SwAV's two large crops). `epsilon` is above 0; the smaller, the harder the codes.
+    `iterations` is at least 1. Returns codes of that shape, without gradient: float32 (float64 for float64 `scores`),
+    also under autocast. W ranks get the codes that one process gives the joined samples.
+
+    It works on logarithms: exp(1 / 0.05) is 5e8, float16 ends at 65,504, and a score of 5 would overflow
+    float32. The authors exponentiate once and trust the scores. It gathers K numbers per rank and iteration,
+    and the host does not wait for the device.
+    """
+    logs = at_least_float32(scores.detach()) / epsilon
+    for _ in range(iterations):
+        # (..., 1, K), what each prototype gets of this rank's samples. Gathered and not reduced, because the
+        # sums of the ranks have different maxima, and in rank order, so that every rank gets the same bits.
+        of_this_rank = logs.logsumexp(dim=-2, keepdim=True)
+        logs = logs - all_gather_rows(of_this_rank[None], group).logsumexp(dim=0)
+        logs = logs.log_softmax(dim=-1)
+    return logs.exp()
 
 
 def prototype_scores(z: Tensor, prototypes: Tensor) -> Tensor:

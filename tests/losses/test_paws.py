@@ -219,9 +219,8 @@ def test_paws_on_ranks_is_that_of_one_process(results, world_size, case):
     found.append(by_view(torch.cat(values[2]), VIEWS) / world_size)
     found.append(torch.cat(values[3]) / world_size)
     assert_near(found, expected, 1e-11)
-    assert (
-        len({each.item() for each in values[1]}) == 1
-    )  # me-max is that of all ranks, with the same bits on each
+    # me-max is that of all ranks, with the same bits on each.
+    assert len({each.item() for each in values[1]}) == 1
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 
 from fastsuncet import cross_entropy, nt_xent, suncet, sup_con, swav
 from fastsuncet.losses import contrast, contrast_kernel
-from fastsuncet.losses.sinkhorn import sinkhorn
+from fastsuncet.losses.swav import sinkhorn
 from tests.support import dense_losses, vectors
 from tests.support.dense_losses import gradient
 from tests.support.host_kernels import on_the_host

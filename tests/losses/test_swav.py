@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet import swav
-from fastsuncet.losses.sinkhorn import sinkhorn
-from fastsuncet.losses.swav import normalize_prototypes_, prototype_scores
+from fastsuncet.losses.swav import normalize_prototypes_, prototype_scores, sinkhorn
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient
 from tests.support.vectors import load_vectors
