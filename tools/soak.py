@@ -52,12 +52,6 @@ def sample(pid: int) -> dict[str, float]:
     }
 
 
-def newest_step(metrics: Path) -> int:
-    """Return the step of the last line of a metrics file."""
-    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
-    return json.loads(lines[-1])["step"] if lines else 0
-
-
 def soak(top: Path, overrides: list[str], per_epoch: int) -> list[dict[str, float]]:
     """Train to the end and return the samples, ten an epoch."""
     words = ["train", "digits_demo", *overrides]
@@ -69,7 +63,8 @@ def soak(top: Path, overrides: list[str], per_epoch: int) -> list[dict[str, floa
     ):
         while process.poll() is None:
             time.sleep(0.05)
-            step = newest_step(metrics)
+            lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+            step = json.loads(lines[-1])["step"] if lines else 0
             if step > (samples[-1]["step"] if samples else 0):
                 try:
                     samples.append({"step": step, "epoch": step / per_epoch, **sample(process.pid)})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.paths import typed_path
+from fastsuncet.paths import typed_path as path
 
 if TYPE_CHECKING:
     from fastsuncet.config import Config
@@ -210,11 +210,6 @@ def number(text: str) -> float:
         return float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number such as 0.5, not {text}") from None
-
-
-def path(text: str) -> Path:
-    """Return the path that an argument names."""
-    return typed_path(text)
 
 
 def output_path(text: str) -> Path:

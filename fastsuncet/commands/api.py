@@ -125,7 +125,8 @@ def _opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
     Raises DataError for what is no image.
     """
     if isinstance(images, np.ndarray):
-        require_pixels(images)
+        if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or not images.size:
+            raise DataError(f"images in an array are (N, H, W, 3) uint8, not {images.shape} {images.dtype}")
         names = list(map(str, range(len(images))))
         return pixel_index(names, np.full(len(images), -1), (), images), names
     if isinstance(images, (str, Path)):
@@ -176,12 +177,6 @@ def _pixels_of(path: Path) -> np.ndarray | None:
             return np.asarray(image)
     except (OSError, SyntaxError, ValueError):
         return None
-
-
-def require_pixels(pixels: np.ndarray) -> None:
-    """Raise DataError for an array that is not (N, H, W, 3) uint8."""
-    if pixels.ndim != 4 or pixels.shape[3] != 3 or pixels.dtype != np.uint8 or not pixels.size:
-        raise DataError(f"images in an array are (N, H, W, 3) uint8, not {pixels.shape} {pixels.dtype}")
 
 
 def load_encoder(path: str | Path) -> nn.Module:

@@ -61,7 +61,9 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
         by_class[each.label].append(each)
     classes = sorted(by_class)
     count = max(1, min(OF_CLASS, THUMBNAILS // (2 * max(1, len(classes)))))
-    parts = [f"<h1>Predictions of {html.escape(str(folder))}</h1>", *map(_line, about)]
+    parts = [f"<h1>Predictions of {html.escape(str(folder))}</h1>"]
+    for name, _, what in (line.partition(" ") for line in about):
+        parts.append(f"<p><b>{html.escape(name)}</b> {html.escape(what.strip())}</p>")
     links = (
         f'<a href="#c{i}">{html.escape(name)} ({len(by_class[name]):,})</a>' for i, name in enumerate(classes)
     )
@@ -110,25 +112,17 @@ def html_page(title: str, style: str, body: str, *, head: str = "", script: str 
 """
 
 
-def _line(text: str) -> str:
-    """Return a line "name  what" with the name in bold."""
-    name, _, what = text.partition(" ")
-    return f"<p><b>{html.escape(name)}</b> {html.escape(what.strip())}</p>"
-
-
 def _row(title: str, found: Iterable[Prediction], folder: Path) -> str:
-    figures = "\n".join(_figure(each, folder) for each in found)
-    return f'<h3>{html.escape(title)}</h3>\n<div class="row">\n{figures}\n</div>'
-
-
-def _figure(each: Prediction, folder: Path) -> str:
-    name = html.escape(each.file, quote=True)
-    first = f"{html.escape(each.label)} {100 * each.probability:.0f} %"
-    second = f"{html.escape(each.second_label)} {100 * each.second_probability:.0f} %"
-    return (
-        f'<figure><img src="{thumbnail(folder / each.file)}" alt="{name}" title="{name}" loading="lazy">'
-        f"<figcaption><b>{first}</b><span>{second}</span><small>{name}</small></figcaption></figure>"
-    )
+    lines = [f'<h3>{html.escape(title)}</h3>\n<div class="row">']
+    for each in found:
+        name = html.escape(each.file, quote=True)
+        first = f"{html.escape(each.label)} {100 * each.probability:.0f} %"
+        second = f"{html.escape(each.second_label)} {100 * each.second_probability:.0f} %"
+        lines.append(
+            f'<figure><img src="{thumbnail(folder / each.file)}" alt="{name}" title="{name}" loading="lazy">'
+            f"<figcaption><b>{first}</b><span>{second}</span><small>{name}</small></figcaption></figure>"
+        )
+    return "\n".join([*lines, "</div>"])
 
 
 def thumbnail(path: Path, side: int = SIDE) -> str:

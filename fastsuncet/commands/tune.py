@@ -99,14 +99,10 @@ def line_of(rung: Rung, outcome: Outcome) -> str:
 
 
 def _times(outcome: Outcome) -> str:
-    before, after = (_milliseconds(seconds) for seconds in (outcome.base, outcome.contender))
+    """Return median and spread of both sides, and the gain."""
+    sides = ([1e3 * f(side) for f in (median, min, max)] for side in (outcome.base, outcome.contender))
+    before, after = ("{:.4g} ms ({:.4g} to {:.4g})".format(*numbers) for numbers in sides)
     return f"{before} -> {after} a step, {outcome.gain:.2f}x"
-
-
-def _milliseconds(seconds: Sequence[float]) -> str:
-    """Return median and spread in milliseconds."""
-    middle, least, most = (1e3 * each(seconds) for each in (median, min, max))
-    return f"{middle:.4g} ms ({least:.4g} to {most:.4g})"
 
 
 def write(output: Path, source: Path, found: Sequence[Tried], card: str) -> None:

@@ -1,7 +1,6 @@
 """What to say about a key that is unknown, missing or not allowed: what is allowed, and what was probably meant."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import astuple
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
@@ -71,14 +70,11 @@ def allowed(schema: Schema, key: str) -> str:
         return metadata[-1].words + null
     if key in schema.sections:
         return f"a section with the keys {words(schema.sections[key], 'and')}"
-    return (_bounded(kind, metadata) if metadata else words(get_args(kind))) + null
-
-
-def _bounded(kind: Any, bounds: Sequence[Any]) -> str:
-    """Return what a number within pydantic's `bounds` is: "a whole number, 1 or more", "a number above 0"."""
-    number = "a whole number" if kind is int else "a number"
+    if not metadata:
+        return words(get_args(kind)) + null
     said = {Ge: ", {:,} or more", Gt: " above {:,}", Le: " up to {:,}", Lt: " below {:,}"}
-    return number + " and".join(said[type(bound)].format(*astuple(bound)) for bound in bounds)
+    bounds = " and".join(said[type(bound)].format(*astuple(bound)) for bound in metadata)
+    return ("a whole number" if kind is int else "a number") + bounds + null
 
 
 def _wrong(schema: Schema, key: str, value: Any) -> str:

@@ -336,15 +336,11 @@ def build_model(
         return model
     if by_timm:
         model.encoder = nn.Module()  # timm's networks have parameters that only timm knows how to draw
-    _to_empty(model)
+    # Memory on the CPU. Torch's `to_empty` imports sympy, a second, for that.
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
     initialize(model, seed)
     if by_timm:
         from fastsuncet.models import timm_backbone
 
         model.encoder = timm_backbone.create(name, "cpu", seed)
     return model.to(device)
-
-
-def _to_empty(model: nn.Module) -> None:
-    """Give a model on the device "meta" memory on the CPU. Torch's `to_empty` imports sympy, a second, for that."""
-    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))

@@ -44,7 +44,9 @@ class GraphedStep:
 
     def __call__(self, batch: Batch, lr: float) -> Tensor:
         """Make one update; return what `train_step` does, (4,), on the device. No host sync."""
-        if (kind := self.kind_of(batch)) != self.kind:
+        # What decides which kernels a step launches.
+        frozen = self.method.prototypes is not None and batch.step < self.method.freeze_steps
+        if (kind := (*(tuple(x.shape) for x in tensors(batch)), frozen)) != self.kind:
             self.close()  # the kinds of a run follow each other, and a graph holds the memory of a whole step
             self.kind, self.plain_steps = kind, 0
         if self.captured is None and self.plain_steps >= self.warmup and not self.refused:
@@ -58,11 +60,6 @@ class GraphedStep:
         self.optimizer.set_lr(lr)
         graph.replay()
         return losses
-
-    def kind_of(self, batch: Batch) -> tuple:
-        """Return what decides which kernels a step launches: its shapes, and whether prototypes are frozen."""
-        frozen = self.method.prototypes is not None and batch.step < self.method.freeze_steps
-        return (*(tuple(x.shape) for x in tensors(batch)), frozen)
 
     def _capture(self, batch: Batch) -> None:
         static = replace(

@@ -5,13 +5,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
@@ -80,7 +81,7 @@ def run_children(
     environment = {
         **os.environ,
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        "MASTER_PORT": str(broadcast_json(_free_port())),
+        "MASTER_PORT": str(broadcast_json(get_free_port())),
     }
     # The children's first rank serves their store, and not torchrun's agent.
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -137,9 +138,3 @@ def limited(seconds: float, stopped: Callable[[], bool] = lambda: False) -> Call
 def child_command(request: Path, report: Path) -> list[str]:
     """Return the command of a child."""
     return [*cli_command(), "tune", "--child", str(request), str(report)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fastsuncet.config import Arithmetic, Config
@@ -117,7 +116,8 @@ def _seconds(work: Callable[[], None], device: torch.device) -> float:
 # ------------------------------------------------------------------------------- the trial of each kernel, of a config
 def lars(config: Config, arithmetic: Arithmetic) -> Trial:
     """Try lars.cu on the sizes of all parameters."""
-    sizes = [p.numel() for p in model_of(config).parameters()]
+    m = config.model
+    sizes = [p.numel() for p in build_model(m.name, m.stem, *m.head, device="meta").parameters()]
     return Trial(sizes, partial(lars_kernel.prove, sizes=sizes), partial(_lars_work, sizes=sizes))
 
 
@@ -218,9 +218,3 @@ def _prove_view(device: torch.device) -> None:
         view_operator.prove_on_gpu()
     except (DataError, RuntimeError) as error:
         raise KernelError(str(error)) from error
-
-
-def model_of(config: Config) -> nn.Module:
-    """Return the config's network without weights."""
-    m = config.model
-    return build_model(m.name, m.stem, *m.head, device="meta")

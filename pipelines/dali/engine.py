@@ -78,7 +78,9 @@ class DaliEngine:
             # Only DALI's operators need conditions. To find them takes half of a small run's start.
             enable_conditionals=not options.view_operator
             and any(isinstance(each, Augmentation) for each in augmentations),
-            **placement(options.device, options.device_id),
+            decode="mixed" if options.device == "gpu" else "cpu",
+            # Without a device id DALI needs no driver.
+            device_id=options.device_id if options.device == "gpu" else None,
         )
 
     def run(self) -> list[torch.Tensor]:
@@ -236,10 +238,3 @@ class PixelsInMemory:
 def side_stream(device_id: int) -> torch.cuda.Stream:
     """Return the stream, apart from training's, on which pixels are gathered and DALI's results are copied."""
     return torch.cuda.Stream(torch.device("cuda", device_id))
-
-
-def placement(device: str, device_id: int) -> dict[str, Any]:
-    """Return the options that place a graph: without a device id DALI needs no driver."""
-    if device == "gpu":
-        return {"decode": "mixed", "device_id": device_id}
-    return {"decode": "cpu", "device_id": None}

@@ -150,16 +150,6 @@ def _jpeg_size(file: int, upright: bool) -> tuple[int, int] | None:
         at += 2 + length
 
 
-def _stamp_and_size(path: str, upright: bool) -> tuple[tuple[int, int], tuple[int, int] | None]:
-    """Return a file's stamp, and its (height, width) where it is a common JPEG. Raises OSError."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        # The stamp first: a file that changes while it is read is then seen as changed the next time.
-        return stamp(os.fstat(file)), _jpeg_size(file, upright)
-    finally:
-        os.close(file)
-
-
 def in_threads(
     work: Callable[[int], None],
     count: int,
@@ -228,8 +218,11 @@ def read_headers(
 
     def size_of(row: int) -> tuple[int, int]:
         path, size = os.path.join(root, names[row]), None
-        with contextlib.suppress(OSError):  # no file, or no access: PIL gives the reason
-            stamps[row], size = _stamp_and_size(path, upright)
+        # No file, or no access: PIL gives the reason.
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            # The stamp first: a file that changes while it is read is then seen as changed the next time.
+            stamps[row] = stamp(os.fstat(file.fileno()))
+            size = _jpeg_size(file.fileno(), upright)
         return size or image_size(path, upright=upright)
 
     sizes, bad = read_sizes(size_of, len(names), progress)

@@ -181,7 +181,11 @@ def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.
         raise DataError(f"the list of names {file} is not UTF-8: {error}") from error
     if not lines:
         raise DataError(f"the list of names {file} is empty")
-    wrong = [f"line {number}: {line!r}" for number, line in enumerate(lines, 1) if not _is_name(line)]
+    wrong = [
+        f"line {number}: {line!r}"
+        for number, line in enumerate(lines, 1)
+        if line != line.strip(string.whitespace) or leaves_root(line) or not {"/", "_"} & {*line}
+    ]
     if wrong:
         raise DataError(f"{file}: {first_five(wrong)} does not name an image below the data folder")
     names = [line if "/" in line else f"{line.rsplit('_', 1)[0]}/{line}" for line in lines]
@@ -197,11 +201,6 @@ def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.
                 f"{file} names {len(some)} images (of {len(lines)}) {what}: {first_five(some)}{remedy}"
             )
     return np.sort(found), IMAGENET_LISTS.get(digest, (f"{file.name}, sha256 {digest[:12]}",))[0]
-
-
-def _is_name(line: str) -> bool:
-    whole = line == line.strip(string.whitespace) and not leaves_root(line)
-    return whole and ("/" in line or "_" in line)
 
 
 def _labels_in(

@@ -281,18 +281,11 @@ class Report:
     ) -> int:
         """Save and print everything, as Markdown; return 1 if something computes wrong results, else 0."""
         self.save(tables=list(tables), notes=list(notes), wrong=list(wrong), **found)
-        print(*lines_of(self.content), sep="\n", flush=True)
+        for each in tables:
+            print(each["title"], "", *markdown(each["head"], each["rows"]), "", sep="\n")
+        for text in (*notes, *(f"WRONG: {each}" for each in wrong)):
+            print(text, "", sep="\n", flush=True)
         return 1 if wrong else 0
-
-
-def lines_of(content: Mapping[str, Any]) -> list[str]:
-    """Return what a report found as lines of Markdown: tables, notes, and what is wrong."""
-    lines = []
-    for each in content.get("tables", ()):
-        lines += [each["title"], "", *markdown(each["head"], each["rows"]), ""]
-    for text in (*content.get("notes", ()), *(f"WRONG: {each}" for each in content.get("wrong", ()))):
-        lines += [text, ""]
-    return lines
 
 
 def parser(
