@@ -186,15 +186,16 @@ def test_report_draws_and_lists_a_run_of_any_name_once():
 
 
 def test_read_runs_takes_lines_of_metrics_that_hold_anything():
-    run = make_run(Path("runs"), "a")
-    lines = [KNN, KNN | {"seconds": "soon"}, KNN | {"knn_accuracy": None}, {"epoch": 1}]
-    lines = [{"step": step, "kind": "knn", **line} for step, line in enumerate(lines, 1)]
+    split = "data.split={kind: stratified, fraction: null, images: 100}"
+    run = make_run(Path("runs"), "a", overrides=[split])
+    changes = [{}, {"seconds": "soon"}, {"seconds": -1}, {"knn_accuracy": None}]
+    lines = [{"step": 9, "kind": "knn", "epoch": 1}]
+    lines += [{"step": step, "kind": "knn"} | KNN | change for step, change in enumerate(changes)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (curve,) = read_runs([run])[0]
-    assert [("hours" in point.costs, point.metrics["knn"]) for point in curve.points] == [
-        (True, 0.5),
-        (False, 0.5),
-    ]
+    assert curve.measurement.labels == "100 labels"
+    assert ["hours" in point.costs for point in curve.points] == [True, False, False]
+    assert {point.metrics["knn"] for point in curve.points} == {0.5}
 
 
 def test_report_refuses_with_a_message_and_writes_nothing(runs, capsys):

@@ -93,7 +93,8 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
 def _online(run: Path, config: Config) -> Iterator[tuple[Measurement, Point]]:
     """Yield the k-NN accuracies of a run's own metrics lines."""
     split = config.data.split
-    known = labels_text({"kind": "all" if split.kind == "none" else split.kind, "fraction": split.fraction})
+    kind = "all" if split.kind == "none" else split.kind
+    known = labels_text({"kind": kind, "fraction": split.fraction, "count": split.images})
     labels = known or f"labels of {Path(split.file or config.data.csv or split.kind).name}"
     lines = writer.read(run / writer.JSONL, KNN) if (run / writer.JSONL).is_file() else []
     for line in map(numbers, lines):
@@ -194,7 +195,7 @@ def point(step: int | None, epoch: float | None, ledger: Json, metrics: dict[str
     """Return an evaluation with the costs that its ledger knows."""
     seconds = ledger.get("seconds")
     known = {**ledger, "epochs": epoch, "hours": None if seconds is None else seconds / 3600}
-    return Point(step, {name: known[name] for name in COSTS if known.get(name)}, metrics)
+    return Point(step, {name: known[name] for name in COSTS if (known.get(name) or 0) > 0}, metrics)
 
 
 def mean_of(evaluations: Sequence[Point]) -> Point:
