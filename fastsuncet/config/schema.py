@@ -80,23 +80,18 @@ class PerRank(Section):
 
 ImageCount = Annotated[
     CountOrZero | PerRank,
-    described("a whole number of images over all processes, or {per_rank: N}, up to 1,000,000,000"),
+    described("a whole number of images over all processes, or {per_rank: N}; up to 1e9"),
 ]
 Epochs = Annotated[
     CountOrZero | Literal["all", "plateau"],
-    described("a whole number of epochs, 0 or more, or all or plateau; at most 1,000,000,000"),
+    described("a whole number of epochs, 0 or more, or all or plateau; at most 1e9"),
 ]
 Positive = Annotated[float, Gt(0), Le(MOST)]
-Strength = Annotated[
-    Positive | Literal["auto"], described("a number above 0 and up to 1,000,000,000, or auto")
-]
+Strength = Annotated[Positive | Literal["auto"], described("a number above 0 and up to 1e9, or auto")]
 NotNegative = Annotated[float, Ge(0), Le(MOST)]
 Share = Annotated[float, Gt(0), Le(1), described("a share above 0 and up to 1, such as 0.1")]
 PartialShare = Annotated[
-    float,
-    Gt(0),
-    Lt(1),
-    described("a share between 0 and 1 (learn from labels alone with instance: none)"),
+    float, Gt(0), Lt(1), described("a share between 0 and 1 (learn from labels alone with instance: none)")
 ]
 ShareOrZero = Annotated[float, Ge(0), Le(1), described("a share from 0 to 1, such as 0.75")]
 Momentum = Annotated[float, Ge(0), Lt(1)]
@@ -110,13 +105,11 @@ def different(values: tuple) -> bool:
 
 Rates = Annotated[
     tuple[Positive, ...],
-    Allowed(different, "a list of different numbers above 0 and up to 1,000,000,000, such as [0.001, 0.01]"),
+    Allowed(different, "a list of different numbers above 0 and up to 1e9, such as [0.001, 0.01]"),
 ]
 Decays = Annotated[
     tuple[NotNegative, ...],
-    Allowed(
-        different, "a list of different numbers, 0 or more and up to 1,000,000,000, such as [0.001, 0.01]"
-    ),
+    Allowed(different, "a list of different numbers from 0 to 1e9, such as [0.001, 0.01]"),
 ]
 Datasets = Annotated[
     tuple[Literal["cifar10", "cifar100", "voc07"], ...],

@@ -35,17 +35,11 @@ Probability = Annotated[float, Allowed(lambda x: 0 <= x <= 1, "a probability fro
 Amount = Annotated[float, Allowed(lambda x: 0 <= x <= 10, "a number from 0 to 10")]
 AreaShares = Annotated[
     tuple[float, float],
-    Allowed(
-        lambda pair: 0 < pair[0] <= pair[1] <= 1,
-        "two shares of the image's area [low, high] with 0 < low <= high <= 1",
-    ),
+    Allowed(lambda p: 0 < p[0] <= p[1] <= 1, "shares of the area [low, high] with 0 < low <= high <= 1"),
 ]
 Range = Annotated[
     tuple[float, float],
-    Allowed(
-        lambda pair: 0.001 <= pair[0] <= pair[1] <= 1000,
-        "two numbers [low, high] with 0.001 <= low <= high <= 1000",
-    ),
+    Allowed(lambda p: 0.001 <= p[0] <= p[1] <= 1000, "numbers [low, high] with 0.001 <= low <= high <= 1000"),
 ]
 Pixels = Annotated[int, Allowed(lambda n: 1 <= n <= 2048, "a whole number from 1 to 2,048")]
 Strength = Annotated[float, Allowed(lambda x: 0 <= x <= 2.5, "a number from 0 to 2.5")]
@@ -53,17 +47,14 @@ Turns = Annotated[float, Allowed(lambda x: 0 <= x <= 0.5, "a number of turns fro
 Order = Annotated[Literal["fixed", "random"], Allowed(lambda o: o in ("fixed", "random"), "fixed or random")]
 Window = Annotated[
     Literal["auto"] | int,
-    Allowed(
-        lambda w: w == "auto" or (w % 2 == 1 and 0 < w < 1000), "auto, or an odd number of pixels below 1000"
-    ),
+    Allowed(lambda w: w == "auto" or w in range(1, 1000, 2), "auto, or an odd number of pixels below 1000"),
 ]
 Color = tuple[float, float, float]
 Mean = Annotated[
-    Color, Allowed(lambda c: all(0 <= x <= 1 for x in c), "three numbers from 0 to 1 [red, green, blue]")
+    Color, Allowed(lambda c: all(0 <= x <= 1 for x in c), "numbers [red, green, blue] from 0 to 1")
 ]
 Deviation = Annotated[
-    Color,
-    Allowed(lambda c: all(0.001 <= x <= 1 for x in c), "three numbers from 0.001 to 1 [red, green, blue]"),
+    Color, Allowed(lambda c: all(0.001 <= x <= 1 for x in c), "numbers [red, green, blue] from 0.001 to 1")
 ]
 
 

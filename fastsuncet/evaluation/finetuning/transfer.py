@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
         if new:
             seconds.append(record["seconds"])
             if left := sum(item not in done for item in mine[number:]):
-                text += f"; {left} left, {about(left * sum(seconds) / len(seconds))}"
+                text += f"; {left} left, about {timedelta(seconds=round(left * sum(seconds) / len(seconds)))}"
         say(f"    {text}" if new else f"    done before: {text}")
     for dataset in grids:
         stop_if_requested(dataset.signals)
@@ -218,14 +219,6 @@ def stop_if_requested(signals: SignalFlag) -> None:
     if any_rank(signals.requested is not None):
         asked = signals.requested or "another rank"
         raise Preempted(f"{asked}: stopped between two cells; the same command continues the grid")
-
-
-def about(seconds: float) -> str:
-    """Return a duration as text: "about 1 h 20 min"."""
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if hours:
-        return f"about {hours} h {minutes} min"
-    return f"about {minutes} min" if seconds >= 90 else f"about {seconds:.0f} s"
 
 
 def conclude(dataset: DatasetGrid, say: Say) -> None:
