@@ -30,6 +30,7 @@ VARIANTS = {  # of a method
     "head": "with a head of 2,048 and 128",
     "settings": "with lightly-train's settings",
     "outputbn": "with them and a BatchNorm of the output",
+    "longer": "by SGD, 4,800 updates",
 }
 METHODS = (
     ALONE

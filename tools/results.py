@@ -61,7 +61,7 @@ class Experiment(NamedTuple):
     decided: dict[str, range]  # evaluation -> the seeds that decide
 
 
-FEW_LABELS, PHOTOS, AGAIN = "cifar10-few-labels", "clothing-photos", "cifar10-3000"
+FEW_LABELS, PHOTOS = "cifar10-few-labels", "clothing-photos"
 EXPERIMENTS = {
     "cifar10-16px": Experiment("CIFAR-10 at 16 pixels", "10 % of the labels", {"linear": range(5)}),
     "cifar10-plateau": Experiment("CIFAR-10 at 16 pixels", "10 % of the labels", {}),
@@ -123,8 +123,6 @@ def show(path: Path) -> list[str]:
         return show_few_labels(path)
     if path.parent.name == PHOTOS:
         return show_photos(path)
-    if path.parent.name == AGAIN:
-        return show_again(path)
     linear = points.read(path)[""]["linear"]
     return show_plateau(linear) if points.PLATEAU in linear.groups else show_paired(path)
 
@@ -294,15 +292,17 @@ def photo_variants(measured: Mapping[str, Studies], base: str, best: str) -> lis
     `best`: the best evaluation of the labels alone, which are `base`.
     """
     kinds, tables = (*BY_FEATURES, "own"), []
-    start, head, *settings = points.VARIANTS.values()
-    theirs, alike = points.PEERS["lightly"], [f"{BASELINE}, {words}" for words in settings]
-    twins, labeled = (base, BASELINE, METHOD, CROSS_ENTROPY), f"{METHOD}, {settings[-1]}"
+    start, head, settings, output, longer = points.VARIANTS.values()
+    theirs, alike = points.PEERS["lightly"], [f"{BASELINE}, {words}" for words in (settings, output)]
+    twins, labeled = (base, BASELINE, METHOD, CROSS_ENTROPY), f"{METHOD}, {output}"
+    controls = [f"{base}, {words}" for words in (longer, settings)]  # amendment 5 chose the first
     for group in (
         dict.fromkeys(points.PEERS.values(), (BASELINE, base)),
         {f"{name}, {start}": (name, base, f"{base}, {start}") for name in twins},
         {f"{name}, {head}": (name, base) for name in twins},
         {name: (before, theirs, base) for before, name in zip((BASELINE, *alike), alike)}
-        | {labeled: (alike[-1], METHOD, base)},
+        | {labeled: (alike[-1], METHOD, base, *controls)},
+        dict.fromkeys(controls, (base,)),
     ):
         rows = []
         for (name, others), labels in product(group.items(), ("300", "100")):
@@ -327,7 +327,13 @@ def photo_variants(measured: Mapping[str, Studies], base: str, best: str) -> lis
             word = "the settings explain it" if center + half < 1.5 else "undecided"
             word = "the trainer is behind" if center > half else word
             tables.append(f"{theirs}, less {name}: {plus_minus(behind)} points. By the rule: **{word}**.")
-    return [*tables, *does_it_help(measured, labeled, base)]
+    for name, other in (*((name, base) for name in controls), (labeled, controls[1])):
+        if more := by_draw(measured, [(name, other)], ["300", "100"]):
+            tables.append(f"{name}, less {other}: {plus_minus(more)} points.")
+    return [
+        *tables,
+        *(line for other in (base, controls[0]) for line in does_it_help(measured, labeled, other)),
+    ]
 
 
 def does_it_help(measured: Mapping[str, Studies], name: str, base: str) -> list[str]:
@@ -335,19 +341,6 @@ def does_it_help(measured: Mapping[str, Studies], name: str, base: str) -> list[
     less = by_draw(measured, [(name, base)], ["300", "100"])
     word = less and HELPS[points.decision(*points.interval(less))]
     return [f"{name}, less {base}: {plus_minus(less)} points. By the rule: **{word}**."] if less else []
-
-
-def show_again(path: Path) -> list[str]:
-    """Return the table of what helped on the photos, on other images, and the decision."""
-    measured, rows = points.read(path, range(SEEDS + 1)), []
-    (base,) = (name for name in ALONE.values() if name in measured["300"][BY_FEATURES[0]].groups)
-    for labels in ("300", "100"):
-        found = [measured[labels][kind] for kind in BY_FEATURES]
-        ends = [[study.shares(name) for study in found] for name in (base, METHOD)]
-        rows += [[f"{labels} labels: {name}", *map(with_seeds, e)] for name, e in zip((base, METHOD), ends)]
-        rows.append([f"less {base}, points (95 %)", *map(gain, *ends)])
-    heads = ["top-1, %, 10,000 test images", *(EVALUATIONS[kind] for kind in BY_FEATURES)]
-    return [table(heads, rows), *does_it_help(measured, METHOD, base)]
 
 
 def by_draw(
