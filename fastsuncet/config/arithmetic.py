@@ -61,12 +61,12 @@ def piece_sizes(unlabeled: int, labeled: int, views: int, most: int | None) -> l
     """Return (unlabeled images, labeled images) of each piece of one process's batch, the largest piece first.
 
     They are the fewest pieces of at most `most` views, equal in both kinds up to one image; None: one piece. A piece
-    has an unlabeled image with all its `views`, or two labeled ones where there are no others: BatchNorm needs two
-    rows. Where `most` is less than that, pieces are as small as possible.
+    has an unlabeled image with all its `views`, or two where one of them is a small crop, or two labeled ones where
+    there are no others: BatchNorm needs two rows of a size. Where `most` is less, pieces are as small as possible.
     """
     if most is None:
         return [(unlabeled, labeled)]
-    last = max(1, unlabeled if views else labeled // 2)
+    last = max(1, (unlabeled if views else labeled) // (2 if views in (0, 3) else 1))
     fitting = (n for n in range(1, last) if views * -(-unlabeled // n) + -(-labeled // n) <= most)
     count = next(fitting, last)
     images, images_left = divmod(unlabeled, count)
@@ -148,11 +148,9 @@ def arithmetic(
     pieces = piece_sizes(local_unlabeled, local_labeled, views, micro_batch)
     largest = views * pieces[0][0] + pieces[0][1]
     if micro_batch is not None and largest > micro_batch:
-        least = "those of an unlabeled image and its share of the labeled"
-        least = "two labeled images" if labels_alone else least
         text = (
             f"must be {largest * world_size:,} or more with {world_size} process{'es' * (world_size > 1)}: a piece has "
-            f"{largest} views or more on each, {least}"
+            f"{largest} views or more on each, of {pieces[0][0]:,} unlabeled and {pieces[0][1]:,} labeled images"
         )
         raise ConfigErrors([Problem("criterion.micro_batch", text)])
     steps = o.steps if o.steps is not None else (o.epochs or 0) * steps_per_epoch

@@ -145,8 +145,8 @@ def build(
     optimizer = build_optimizer(config.optimization, model, method.lr)
 
     micro_batch, compiled = config.criterion.micro_batch, config.meta.compile
-    # torch.compile makes a graph for each shape, in minutes.
-    images, labeled = (sizes.local_unlabeled, sizes.local_labeled) if sizes and compiled else (1, 2)
+    # torch.compile makes a graph for each shape, in minutes. BatchNorm needs two rows of each size.
+    images, labeled = (sizes.local_unlabeled, sizes.local_labeled) if sizes and compiled else (2, 2)
 
     def blank(network: nn.Module) -> torch.Tensor:
         def zeros(count: int, size: int) -> torch.Tensor:

@@ -10,6 +10,9 @@ from torch import nn
 from fastsuncet.distributed.ddp import parallel, require_compiler
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
+from fastsuncet.training.step import build
+from tests.support.methods import config_of
+from tests.support.steps import CPU
 
 
 @pytest.fixture
@@ -20,7 +23,7 @@ def no_compiler(monkeypatch, tmp_path):
 
 
 def wrapped(ranks: int = 1, compiled: bool = True) -> nn.Module:
-    place, image = Place(0, ranks, torch.device("cpu")), torch.ones(1, 2)
+    place, image = Place(0, ranks, CPU), torch.ones(1, 2)
     options = {"compiled": compiled, "static_graph": True, "blank_pass": lambda net: net(image).sum()}
     return parallel(nn.Linear(2, 2), place, **options)
 
@@ -41,16 +44,24 @@ def test_compiled_code_is_kept_where_no_other_user_can_put_some(monkeypatch, tmp
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
 
 
-def test_ddp_logs_no_times_after_its_first_passes():
-    """They would be read from the device."""
+@pytest.fixture
+def group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        network = wrapped(ranks=2, compiled=False)
-        for _ in range(100):
-            network(torch.ones(1, 2)).sum().backward()
-        assert network._get_ddp_logging_data()["iteration"] <= 10
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_logs_no_times_after_its_first_passes(group):
+    """They would be read from the device."""
+    network = wrapped(ranks=2, compiled=False)
+    for _ in range(100):
+        network(torch.ones(1, 2)).sum().backward()
+    assert network._get_ddp_logging_data()["iteration"] <= 10
+
+
+def test_ddp_takes_a_method_with_one_small_crop_an_image(group):
+    """BatchNorm of one rank alone needs two rows of each size in the blank passes too."""
+    build(config_of("PAWS", "swav.small_crops=1"), Place(0, 2, CPU), 10, [1] * 10)
 
 
 @pytest.mark.parametrize("name", ["gcc", "CXX"])
