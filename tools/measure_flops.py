@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` can be imported
 
-from fastsuncet.commands.train import IMAGENET, IMAGES
+from fastsuncet.commands.train import IMAGES
 from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.models.flops import FLOP_PER_MAC, network_cost, petaflops, run_macs, update_macs
 from fastsuncet.models.resnet import build_model
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     if (options.images is not None and options.images < 1) or options.world_size < 1:
         parser.error("--images and --world-size must be above 0")
     config = load_config(options.config, options.overrides)
-    images = options.images or IMAGES.get(config.data.kind, IMAGENET)
+    images = options.images or IMAGES.get(config.data.kind, IMAGES["image_folder"])
     report = harness.Report("measure_flops", options.json, config=config.canonical())
     sizes = config.resolve(options.world_size, images)
     return report.finish([network_table(config), run_table(config, sizes, images)])

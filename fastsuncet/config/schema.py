@@ -540,7 +540,7 @@ class FinetuneSection(Section):
     """Nesterov momentum"""
     weight_decay: NotNegative = 0.0
     """weight decay of SGD"""
-    accumulate: Few = 1
+    accumulate: Count = 1
     """passes for one update, to save memory; BatchNorm sees smaller parts"""
     crop_scale: AreaShares = (0.08, 1.0)
     """area of the random crop, as a share of the image's"""

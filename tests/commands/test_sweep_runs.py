@@ -37,7 +37,7 @@ def test_sweep_reports_all_configs_at_once():
         expanded(text)
     assert str(refused.value) == (
         "3 problems in the config\n\n"
-        "  two.yaml:3: criterion.temperature: -1, 0\n      must be a number above 0\n"
+        "  two.yaml:3: criterion.temperature: -1, 0\n      must be a number above 0 and up to 1,000,000,000\n"
         "  two.yaml:4: meta.seed: x\n      must be a whole number from 0 to 2^63 - 1\n"
         "  two.yaml:7: optimization.lrr: 3\n      there is no such key; did you mean optimization.lr?"
     )

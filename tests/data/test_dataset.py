@@ -227,8 +227,8 @@ def test_scan_of_many_files_says_that_it_reads_their_headers_once(capsys):
         ("data.max_megapixels=4e-5", 3, "3 images | 1.jpg: 8 x 6 pixels, more than data.max_megapixels"),
         ("criterion.supervised_epochs=all data.split.kind=all", 2,
          "supervised_epochs=all | must be 0 with data.kind: images, which reads no labels; use csv | be none with"),
-        ("data.kind=synthetic data.root=null data.synthetic.size=9999", 3,
-         "too many to hold in memory | command line: data.synthetic.size=9999"),
+        ("data.kind=synthetic data.root=null data.synthetic.size=2048", 3,
+         "too many to hold in memory | command line: data.synthetic.size=2048"),
     ],
 )  # fmt: skip
 def test_data_errors_name_the_key_its_place_and_the_fix(here, capsys, overrides, code, said):

@@ -63,7 +63,7 @@ def test_first_passes_of_ddp_have_the_shape_of_a_step_where_it_compiles(tmp_path
     sizes = config.resolve(2, 146, 10)
     build(config, Place(0, 2, CPU), 10, range(1, 11), sizes)
     assert sizes.local_unlabeled > 2 < sizes.local_labeled
-    assert shapes == [[sizes.local_unlabeled] * 2 + [sizes.local_labeled] if compiled else [1, 1, 2]]
+    assert shapes == [[sizes.local_unlabeled] * 2 + [sizes.local_labeled] if compiled else [2, 2, 2]]
 
 
 def test_step_of_paws_is_the_authors_update(tmp_path):
