@@ -45,7 +45,7 @@ def outputs(
 ) -> Tensor:
     """Return the network's output for each image, (N, E) float32 on the device, in the order of `indices`.
 
-    Single center crop, BatchNorm in evaluation mode, float32; the network keeps its mode. Each rank computes a block of
+    Single center crop, BatchNorm in evaluation mode, float32; every module keeps its mode. Each rank computes a block of
     the images, and all ranks return all rows: N x E x 4 bytes on each. No gradient. `before_batch` is called equally
     often on all ranks, so it can communicate; what it raises ends the evaluation. Raises BadImage for an image that
     cannot be decoded, since the accuracy would be another one without it.
@@ -92,7 +92,8 @@ def _forward(
     draws = {"seed": config.meta.seed, "role": SUPPORTS, "first": first}
     plan = EvaluationPlan(index, mine, min(batch, count), views, **draws)
     loader = open_evaluation_loader(plan, loader_options(config, place))
-    training = network.training
+    # A caller's network can have frozen BatchNorms in a network that trains.
+    modes = [(module, module.training) for module in network.modules()]
     network.eval()
     rows, done = None, 0
     try:
@@ -105,7 +106,8 @@ def _forward(
                 rows[done : done + len(h), view] = h
             done += len(shown[0])
     finally:
-        network.train(training)
+        for module, training in modes:
+            module.training = training
         loader.close()
     assert rows is not None, "there is at least one image"
     return all_gather_rows(rows)[: len(indices)]  # blocks in rank order are the images' order
