@@ -112,7 +112,7 @@ def _with_images(
     classes = sorted({label for label in given if label is not None})
     numbers = np.array([-1 if label is None else classes.index(label) for label in given], np.int64)
     index = replace(index, labels=numbers, classes=tuple(classes), folders=None)
-    values = {"kind": "image_folder", "root": str(index.root), "train": ".", "index": str(kept)}
+    values = {"kind": "image_folder", "root": str(index.root), "train": ".", "index": str(kept.absolute())}
     values |= {"csv": None, "pack": None, "split.file": None}
     if config.data.split.kind in ("csv", "names"):
         values["split.kind"] = "all"
