@@ -6,12 +6,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import PIL.Image
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import predict as predict_command
@@ -95,8 +97,7 @@ def _with_images(
     kept, upright = config.run_folder / "images.npz", config.data.exif_orientation
     index, _ = _opened(images, upright)
     labels = [None] * len(index) if labels is None else labels
-    # A number that is not equal to itself is NaN, which pandas has where there is no label.
-    given = [None if label is None or label != label else str(label) for label in labels]
+    given = [_class_of(label) for label in labels]
     if len(given) != len(index):
         raise DataError(
             f"{len(given)} labels were given for {len(index)} images: give one, or None, for each"
@@ -117,6 +118,16 @@ def _with_images(
     if config.data.split.kind in ("csv", "names"):
         values["split.kind"] = "all"
     return config.with_values({f"data.{key}": value for key, value in values.items()}), index
+
+
+def _class_of(label: Any) -> str | None:
+    """Return the name of the class that a label is, None where it is None or NaN, which pandas has for no label."""
+    if isinstance(label, Tensor) and label.ndim == 0:
+        label = label.item()
+    if label is not None and not isinstance(label, (str, Real, np.bool_)):
+        kind = type(label).__name__
+        raise DataError(f"a label is the name or the number of a class, or None, not {label!r} ({kind})")
+    return None if label is None or label != label else str(label)
 
 
 def _opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
@@ -218,7 +229,7 @@ def embed(
             "nothing says which pixels this encoder expects: pass view=Center(size, resize, mean, std)"
         )
     index, names = _opened(images, view.upright)
-    place = Place(0, 1, next(encoder.parameters()).device)
+    place = Place(0, 1, next(encoder.parameters(), torch.empty(0, device="cpu")).device)
     return names, FolderPass(encoder, 0, index, view, place, batch, skip_bad).rows()
 
 

@@ -45,10 +45,10 @@ def outputs(
 ) -> Tensor:
     """Return the network's output for each image, (N, E) float32 on the device, in the order of `indices`.
 
-    Single center crop, BatchNorm in evaluation mode, float32; every module keeps its mode. Each rank computes a block of
-    the images, and all ranks return all rows: N x E x 4 bytes on each. No gradient. `before_batch` is called equally
-    often on all ranks, so it can communicate; what it raises ends the evaluation. Raises BadImage for an image that
-    cannot be decoded, since the accuracy would be another one without it.
+    Single center crop, BatchNorm in evaluation mode, in the network's dtype; every module keeps its mode. Each rank
+    computes a block of the images, and all ranks return all rows: N x E x 4 bytes on each. No gradient. `before_batch`
+    is called equally often on all ranks, so it can communicate; what it raises ends the evaluation. Raises BadImage for
+    an image that cannot be decoded, since the accuracy would be another one without it.
     """
     view = view or evaluation_view(config)
     return _forward(network, index, indices, (view,), config, place, batch, before_batch)[:, 0]
@@ -92,7 +92,8 @@ def _forward(
     draws = {"seed": config.meta.seed, "role": SUPPORTS, "first": first}
     plan = EvaluationPlan(index, mine, min(batch, count), views, **draws)
     loader = open_evaluation_loader(plan, loader_options(config, place))
-    # A caller's network can have frozen BatchNorms in a network that trains.
+    # A caller's network can have 16 bits or no parameter, and frozen BatchNorms in a network that trains.
+    like = next(network.parameters(), torch.empty(0, device=place.device))
     modes = [(module, module.training) for module in network.modules()]
     network.eval()
     rows, done = None, 0
@@ -100,7 +101,7 @@ def _forward(
         for shown in loader:
             before_batch()
             for view, pixels in enumerate(shown):
-                h = network(pixels.to(place.device)).float()
+                h = network(pixels.to(like)).float()
                 # One block from the start: joining a list of batches would hold every row twice.
                 rows = h.new_empty(count, len(views), h.shape[1]) if rows is None else rows
                 rows[done : done + len(h), view] = h
