@@ -27,6 +27,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import handlers_restored
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation import encoder as encoders
+from fastsuncet.training.determinism import in_a_callers_process
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import existing_folder, image_list, image_tree
@@ -38,6 +39,7 @@ from pipelines.sampling.augmentation import Center
 ImageInput = str | Path | Sequence[str | Path] | Mapping[str, Any] | np.ndarray
 
 
+@in_a_callers_process()
 def init_config(
     folder: str | Path,
     labels: str | Path | None = None,
@@ -61,6 +63,7 @@ def init_config(
     return load_config(output)
 
 
+@in_a_callers_process()
 def train(
     config: Config | str | Path, images: ImageInput | None = None, labels: Sequence[Any] | None = None
 ) -> Path:
@@ -190,6 +193,7 @@ def _pixels_of(path: Path) -> np.ndarray | None:
         return None
 
 
+@in_a_callers_process()
 def load_encoder(path: str | Path) -> nn.Module:
     """Return the encoder in `path` on the CPU in eval mode: (B, 3, S, S) float32, normalized -> features (B, width).
 
@@ -233,6 +237,7 @@ def embed(
     return names, FolderPass(encoder, 0, index, view, place, batch, skip_bad).rows()
 
 
+@in_a_callers_process()
 def predict(
     run: str | Path | Config, images: ImageInput, *, batch: int = 256, skip_bad: bool = False
 ) -> list[Prediction]:
@@ -249,6 +254,7 @@ def predict(
     return predict_command.predictions(_where(run), partial(_opened, images), batch=batch, skip_bad=skip_bad)
 
 
+@in_a_callers_process()
 def suggest(run: str | Path | Config, count: int = 50) -> list[str]:
     """Return the names of `count` unlabeled images of the run's data whose labels would help most, the first first.
 

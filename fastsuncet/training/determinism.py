@@ -1,6 +1,9 @@
 """Precision, and the switches of torch that make a step a function of its inputs, down to the bit."""
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.backends import cuda
@@ -54,6 +57,53 @@ def set_determinism(config: Config, place: Place) -> None:
                     f"meta.compile chooses kernels by timing with torch {torch.__version__}, so a restart can end in "
                     "other bits. Install a newer torch, or set meta.autotune=true"
                 )
+
+
+@contextmanager
+def in_a_callers_process() -> Iterator[None]:
+    """Compute as in a new process, whatever torch's defaults and modes are, and leave its switches as they were.
+
+    The caller's own training would otherwise go on without TF32, in deterministic kernels and in other threads.
+    """
+    owners = [
+        *((torch.backends.cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
+        (deterministic, "fill_uninitialized_memory"),
+        *((sys.modules.get("torch._inductor.config"), name) for name in UNTIMED),
+        (cuda.matmul, _name_of_tf32()),
+    ]
+    with ExitStack() as undo:
+        for owner, name in owners:
+            if hasattr(owner, name):
+                undo.callback(setattr, owner, name, getattr(owner, name))
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        exact = torch.are_deterministic_algorithms_enabled()
+        undo.callback(torch.use_deterministic_algorithms, exact, warn_only=warn_only)
+        for put, get in (
+            (torch.set_num_threads, torch.get_num_threads),
+            (torch.set_default_dtype, torch.get_default_dtype),
+            (cuda.enable_flash_sdp, cuda.flash_sdp_enabled),
+            (cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled),
+            (cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled),
+        ):
+            undo.callback(put, get())
+        torch.set_default_dtype(torch.float32)
+        undo.enter_context(torch.inference_mode(False))
+        undo.enter_context(torch.enable_grad())
+        # Neither is free: a default device costs each call of torch, and autocast inside another keeps no weights.
+        if torch.get_default_device().type != "cpu":
+            undo.enter_context(torch.device("cpu"))
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            undo.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
+        yield
+
+
+def _name_of_tf32() -> str:
+    """Return the name of torch's switch of TF32 products: where its newer name was used, the older cannot be read."""
+    try:
+        getattr(cuda.matmul, "allow_tf32")  # noqa: B009 - only to see whether it can be read
+    except RuntimeError:
+        return "fp32_precision"
+    return "allow_tf32"
 
 
 def native_precision(device: torch.device) -> tuple[str, str]:

@@ -21,6 +21,10 @@ from tests.support.pictures import write_images
 from tests.support.runs import small_config
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# For a dozen images, all labeled.
+FEW = ("data.validation=null", "data.split.kind=all", "data.split.fraction=null", "optimization.warmup=0")
+FEW += ("criterion.unsupervised_batch_size=4", "criterion.classes_per_batch=2", "optimization.steps=2")
+FEW += ("criterion.supervised_imgs_per_class=2", "checkpoint.export=[]")
 
 
 def test_every_public_name_exists():
@@ -59,16 +63,13 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
     files = [folder / f"{i:02}.png" for i in range(12)]
     for file, image in zip(files, pixels):
         PIL.Image.fromarray(image).save(file)
-    small = ("data.validation=null", "data.split.kind=all", "optimization.steps=2")
-    small += ("criterion.unsupervised_batch_size=4", "criterion.classes_per_batch=2", "checkpoint.export=[]")
-    small += ("criterion.supervised_imgs_per_class=2", "data.split.fraction=null", "optimization.warmup=0")
     weights = []
     for name, images, given, other in (
         ("array", pixels, labels, pixels[::-1]),
         ("files", files, labels, [*files[:10], *files[:-3:-1]]),
         ("mapping", dict(zip(map(str, files), labels)), None, dict(zip(files, labels[::-1]))),
     ):
-        config = small_config(tmp_path / name, *small)
+        config = small_config(tmp_path / name, *FEW)
         run = fastsuncet.train(config, images, given)
         weights.append(fastsuncet.load_encoder(run).state_dict())
         if name == "array":  # one is lost, one is damaged, one is as another version of the library writes it
@@ -98,6 +99,31 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
     assert [each.file for each in found[1]] == names and found[3][11].file == "11"
 
 
+@pytest.mark.slow
+def test_calls_from_a_program_with_its_own_defaults_and_a_relative_folder(tmp_path, monkeypatch):
+    """Later calls from another folder find the images. What the caller has of a network stays as it is."""
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), np.uint8)
+    labels = (torch.arange(12) % 2).to(torch.uint8)
+    monkeypatch.chdir(tmp_path)
+    with torch.device("meta"), torch.inference_mode():
+        torch.set_default_dtype(torch.float64)
+        try:
+            run = fastsuncet.train(small_config("runs", *FEW), pixels, labels)
+            encoder = fastsuncet.load_encoder(run)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir("/")
+    assert {each.label for each in fastsuncet.predict(tmp_path / run, pixels)} <= {"0", "1"}
+    rows = fastsuncet.embed(encoder, pixels)[1]
+    encoder.train().bn1.eval()
+    modes = [module.training for module in encoder.modules()]
+    again = fastsuncet.embed(encoder.bfloat16(), pixels)[1]
+    assert [module.training for module in encoder.modules()] == modes and len({*modes}) == 2
+    assert again.dtype == np.float32 and np.allclose(rows, again, rtol=0.1, atol=0.1)
+    flat = fastsuncet.embed(torch.nn.Flatten(), pixels, view=encoder.view)[1]
+    assert flat.shape == (12, 3 * 16 * 16)
+
+
 def test_train_and_embed_refuse_images_that_are_none(tmp_path):
     config = small_config(tmp_path)
     for images, labels, said in (
@@ -105,6 +131,7 @@ def test_train_and_embed_refuse_images_that_are_none(tmp_path):
         (np.zeros((2, 8, 8), np.uint8), None, r"\(N, H, W, 3\) uint8, not \(2, 8, 8\) uint8"),
         (np.zeros((2, 8, 8, 3), np.float32), None, "not .* float32"),
         (np.zeros((2, 8, 8, 3), np.uint8), ["cat"], "1 labels were given for 2 images"),
+        (np.zeros((1, 8, 8, 3), np.uint8), torch.ones(1, 10), r"a label is the name .* not tensor"),
         (["a.jpg", "a.jpg"], None, "given more than once"),
         ([np.zeros((8, 8, 3), np.uint8)], None, "paths, not ndarray: give pixels as one array"),
     ):

@@ -11,7 +11,7 @@ from fastsuncet.config import load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.training import determinism
-from fastsuncet.training.determinism import resolve_precision, set_determinism
+from fastsuncet.training.determinism import in_a_callers_process, resolve_precision, set_determinism
 from tests.support.runs import CONFIGS, tiny_config, train
 
 CARD = Place(0, 1, torch.device("cuda", 0))
@@ -22,28 +22,13 @@ MATMUL = CUDA.matmul
 # torch 2.6 has neither.
 UNTIMED = ("write_are_deterministic_algorithms_enabled", "deterministic")
 UNTIMED = [name for name in UNTIMED if hasattr(inductor, name)]
-SWITCHES = (
-    *((CUDNN, name) for name in ("benchmark", "deterministic", "allow_tf32")),
-    (MATMUL, "allow_tf32"),
-    (torch.utils.deterministic, "fill_uninitialized_memory"),
-    *((inductor, name) for name in UNTIMED),
-)
 
 
 @pytest.fixture(autouse=True)
 def restored_switches(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    before = [getattr(owner, name) for owner, name in SWITCHES]
-    fused = CUDA.flash_sdp_enabled(), CUDA.mem_efficient_sdp_enabled(), CUDA.cudnn_sdp_enabled()
-    exact = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    yield
-    for (owner, name), value in zip(SWITCHES, before):
-        setattr(owner, name, value)
-    enablers = (CUDA.enable_flash_sdp, CUDA.enable_mem_efficient_sdp, CUDA.enable_cudnn_sdp)
-    for enable, value in zip(enablers, fused):
-        enable(value)
-    torch.use_deterministic_algorithms(exact, warn_only=warn_only)
+    with in_a_callers_process():
+        yield
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -77,6 +62,31 @@ def test_set_determinism_leaves_new_memory_unfilled():
     address = torch.full((1 << 16,), 7.0).data_ptr()  # freed at once, and most likely allocated again
     fresh = torch.empty(1 << 16)
     assert not fresh.isnan().all(), f"a new tensor (at {fresh.data_ptr() == address}) is all NaN"
+
+
+@pytest.mark.parametrize(("name", "on"), [("allow_tf32", True), ("fp32_precision", "tf32")])
+def test_in_a_callers_process_gives_the_caller_its_torch_back(name, on):
+    """Where TF32 was set by the name that it has from torch 2.9 on, the older one cannot be read."""
+
+    def state():
+        names = ((CUDNN, "benchmark"), (CUDNN, "deterministic"), (CUDNN, "allow_tf32"), (MATMUL, name))
+        fused = CUDA.flash_sdp_enabled(), CUDA.mem_efficient_sdp_enabled(), CUDA.cudnn_sdp_enabled()
+        found = torch.get_num_threads(), torch.get_default_dtype(), torch.get_default_device(), *fused
+        return *found, *(getattr(owner, each) for owner, each in names), torch.is_grad_enabled()
+
+    if not hasattr(MATMUL, name):
+        pytest.skip("this torch has one name only")
+    setattr(MATMUL, name, on)
+    CUDNN.benchmark = True
+    torch.set_default_dtype(torch.float64)
+    with torch.device("meta"), torch.inference_mode(), torch.autocast("cpu"):
+        before = state()
+        with in_a_callers_process():
+            set_determinism(load_config(CONFIGS / "digits_demo.yaml", ["meta.threads=3"]), CARD)
+            made = torch.nn.Linear(2, 2)(torch.ones(1, 2))
+            made.sum().backward()
+            assert made.dtype == torch.float32 and made.device.type == "cpu" and state() != before
+        assert state() == before and torch.empty(1).device.type == "meta"
 
 
 def pretend(monkeypatch, *, cpu=False, card=(8, 0)):
