@@ -3,16 +3,17 @@
 import io
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import PIL.Image
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
@@ -35,8 +36,13 @@ from pipelines.datasets.in_memory import pixel_index
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Center
 
-# A folder, files, files with their classes, or pixels (N, H, W, 3) uint8.
-ImageInput = str | Path | Sequence[str | Path] | Mapping[str, Any] | np.ndarray
+# A folder, files, also those of a dictionary with their classes, or pixels (N, H, W, 3) uint8.
+ImageInput = str | Path | Iterable[str | Path] | NDArray[Any]
+
+if TYPE_CHECKING:
+
+    class LoadedEncoder(nn.Module):  # torch's stubs know only tensors and modules as attributes of a module
+        view: Center | None
 
 
 @in_a_callers_process()
@@ -65,7 +71,7 @@ def init_config(
 
 @in_a_callers_process()
 def train(
-    config: Config | str | Path, images: ImageInput | None = None, labels: Sequence[Any] | None = None
+    config: Config | str | Path, images: ImageInput | None = None, labels: Iterable[Any] | None = None
 ) -> Path:
     """Train as `config` says, a config or its file, or continue its run, and return the run's folder.
 
@@ -92,7 +98,7 @@ def train(
 
 
 def _with_images(
-    config: Config, images: ImageInput, labels: Sequence[Any] | None
+    config: Config, images: ImageInput, labels: Iterable[Any] | None
 ) -> tuple[Config, ImageIndex]:
     """Return the config of the same run with other training images, and their index, which `data.index` then names."""
     if isinstance(images, Mapping):
@@ -194,7 +200,7 @@ def _pixels_of(path: Path) -> np.ndarray | None:
 
 
 @in_a_callers_process()
-def load_encoder(path: str | Path) -> nn.Module:
+def load_encoder(path: str | Path) -> "LoadedEncoder":
     """Return the encoder in `path` on the CPU in eval mode: (B, 3, S, S) float32, normalized -> features (B, width).
 
     `path` is a run's folder (its newest good checkpoint is taken), one checkpoint, a fine-tuning, an export other than
@@ -204,8 +210,8 @@ def load_encoder(path: str | Path) -> nn.Module:
     fit.
     """
     loaded = encoders.load_encoder(Path(path))
-    module = loaded.module.eval()
-    setattr(module, "view", loaded.view)  # noqa: B010 - torch's stubs know only tensors and modules as attributes
+    module = cast("LoadedEncoder", loaded.module.eval())
+    module.view = loaded.view
     return module
 
 
@@ -216,7 +222,7 @@ def embed(
     view: Center | None = None,
     batch: int = 256,
     skip_bad: bool = False,
-) -> tuple[list[str], np.ndarray]:
+) -> tuple[list[str], NDArray[np.float32]]:
     """Return (names, features (N, width) float32) of N images: files in their order, or those below a folder by name.
 
     `encoder` can be a path that `load_encoder` takes. `images` is a folder, files, or pixels (N, H, W, 3) uint8, whose

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from fastsuncet.optim.device_lr import DeviceLR
 from fastsuncet.optim.lars_foreach import LARSSettings, lars_foreach
@@ -78,7 +79,7 @@ class LARS(DeviceLR):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: ParamsT,
         lr: float | Tensor,
         *,
         momentum: float = 0.9,

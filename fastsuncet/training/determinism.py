@@ -78,14 +78,11 @@ def in_a_callers_process() -> Iterator[None]:
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         exact = torch.are_deterministic_algorithms_enabled()
         undo.callback(torch.use_deterministic_algorithms, exact, warn_only=warn_only)
-        for put, get in (
-            (torch.set_num_threads, torch.get_num_threads),
-            (torch.set_default_dtype, torch.get_default_dtype),
-            (cuda.enable_flash_sdp, cuda.flash_sdp_enabled),
-            (cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled),
-            (cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled),
-        ):
-            undo.callback(put, get())
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+        undo.callback(cuda.enable_flash_sdp, cuda.flash_sdp_enabled())
+        undo.callback(cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled())
+        undo.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
         torch.set_default_dtype(torch.float32)
         undo.enter_context(torch.inference_mode(False))
         undo.enter_context(torch.enable_grad())

@@ -3,6 +3,8 @@
 import json
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -85,7 +87,7 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
     for other in weights[1:]:
         assert all(torch.equal(value, other[key]) for key, value in weights[0].items())
     encoder = fastsuncet.load_encoder(str(run))
-    assert not encoder.training and encoder.view.size == 16
+    assert not encoder.training and encoder.view and encoder.view.size == 16
     names, rows = fastsuncet.embed(encoder, files)
     assert names == [str(file) for file in files]
     assert fastsuncet.embed(encoder, pixels)[0] == [str(i) for i in range(12)]
@@ -108,14 +110,14 @@ def test_calls_from_a_program_with_its_own_defaults_and_a_relative_folder(tmp_pa
     with torch.device("meta"), torch.inference_mode():
         torch.set_default_dtype(torch.float64)
         try:
-            run = fastsuncet.train(small_config("runs", *FEW), pixels, labels)
+            run = fastsuncet.train(small_config(Path("runs"), *FEW), pixels, labels)
             encoder = fastsuncet.load_encoder(run)
         finally:
             torch.set_default_dtype(torch.float32)
     monkeypatch.chdir("/")
     assert {each.label for each in fastsuncet.predict(tmp_path / run, pixels)} <= {"0", "1"}
     rows = fastsuncet.embed(encoder, pixels)[1]
-    encoder.train().bn1.eval()
+    encoder.train().get_submodule("bn1").eval()
     modes = [module.training for module in encoder.modules()]
     again = fastsuncet.embed(encoder.bfloat16(), pixels)[1]
     assert [module.training for module in encoder.modules()] == modes and len({*modes}) == 2
@@ -126,7 +128,7 @@ def test_calls_from_a_program_with_its_own_defaults_and_a_relative_folder(tmp_pa
 
 def test_train_and_embed_refuse_images_that_are_none(tmp_path):
     config = small_config(tmp_path)
-    for images, labels, said in (
+    cases: Any = (
         ([], None, "no images were given"),
         (np.zeros((2, 8, 8), np.uint8), None, r"\(N, H, W, 3\) uint8, not \(2, 8, 8\) uint8"),
         (np.zeros((2, 8, 8, 3), np.float32), None, "not .* float32"),
@@ -134,7 +136,8 @@ def test_train_and_embed_refuse_images_that_are_none(tmp_path):
         (np.zeros((1, 8, 8, 3), np.uint8), torch.ones(1, 10), r"a label is the name .* not tensor"),
         (["a.jpg", "a.jpg"], None, "given more than once"),
         ([np.zeros((8, 8, 3), np.uint8)], None, "paths, not ndarray: give pixels as one array"),
-    ):
+    )
+    for images, labels, said in cases:
         with pytest.raises(DataError, match=said):
             fastsuncet.train(config, images, labels)
     with pytest.raises(ConfigError, match="pass both"):
