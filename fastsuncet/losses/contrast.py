@@ -177,7 +177,11 @@ def outside_autocast(device_type: str) -> AbstractContextManager:
 
 def uses_tf32(factor: Tensor) -> bool:
     """Return whether products with `factor` run in TF32 now."""
-    return factor.is_cuda and factor.dtype == torch.float32 and bool(torch.backends.cuda.matmul.allow_tf32)
+    if not factor.is_cuda or factor.dtype != torch.float32:
+        return False
+    # The switch has a new name since torch 2.9. Where a program has used it, the old one cannot be read.
+    switch = torch.backends.cuda.matmul
+    return switch.fp32_precision == "tf32" if hasattr(switch, "fp32_precision") else switch.allow_tf32
 
 
 def rounded_to_tf32(x: Tensor) -> Tensor:

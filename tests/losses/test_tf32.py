@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet import nt_xent, suncet
 from fastsuncet.config import load_config
 from fastsuncet.losses import contrast
 from fastsuncet.training import methods
+from fastsuncet.training.determinism import in_a_callers_process
 from fastsuncet.training.multi_view_model import Outputs
 from tests.support.dense_losses import gradient
 from tests.support.runs import CONFIGS
@@ -98,6 +100,17 @@ def test_products_restores_the_switch(wanted):
     with pytest.raises(ZeroDivisionError):
         fail_inside()
     assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+@pytest.mark.parametrize(("name", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
+def test_uses_tf32_reads_the_switch_by_both_of_its_names(name, value):
+    if not hasattr(torch.backends.cuda.matmul, name):
+        pytest.skip("this torch has one name only")
+    with in_a_callers_process(), FakeTensorMode():
+        x = torch.empty(1, device="cuda")
+        assert not contrast.uses_tf32(x)
+        setattr(torch.backends.cuda.matmul, name, value)
+        assert contrast.uses_tf32(x) and not contrast.uses_tf32(x.double())
 
 
 @pytest.mark.parametrize("supervision", ["suncet", "sup_con"])
