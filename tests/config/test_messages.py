@@ -67,7 +67,22 @@ def test_messages_control_characters_and_long_values():
     assert f"command line: meta.seed={'9' * 57}...\n" in message
 
 
-@pytest.mark.parametrize("value", [10**30, -1, [1e30], [-1, -1]])
+@pytest.mark.parametrize(
+    "value",
+    [
+        10**30,
+        2**63,
+        -1,
+        "1e308",
+        ".nan",
+        "-.inf",
+        '""',
+        [1e30],
+        [-1, -1],
+        "[.nan, .inf, 1e400]",
+        "{per_rank: 0}",
+    ],
+)
 def test_messages_every_key_refuses_absurd_numbers(value):
     found = refusal(GOOD, *(f"{key}={value}" for key in CONFIG.values))
     assert [key for key in CONFIG.values if f"command line: {key}={value}\n      must be " not in found] == []
