@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fastsuncet.optim.device_lr import DeviceLR
-from fastsuncet.optim.lars_foreach import LARSSettings, lars_foreach
+from fastsuncet.optim.lars_foreach import NOT_NEGATIVE, LARSSettings, lars_foreach, require
 
 
 def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> None:
@@ -103,8 +103,8 @@ class LARS(DeviceLR):
         lr, implementation = group["lr"], group["implementation"]
         if isinstance(lr, Tensor) and lr.dim() > 0:
             raise ValueError(f"LARS: lr must be a number or a 0-dim tensor, got shape {tuple(lr.shape)}")
-        if not isinstance(lr, Tensor) and not lr >= 0:
-            raise ValueError(f"LARS: lr must not be negative, got {lr}")
+        if not isinstance(lr, Tensor):
+            require("lr", lr, *NOT_NEGATIVE)
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"LARS: implementation {implementation!r} is not one of {names}")

@@ -12,13 +12,32 @@ and w straight to the momentum, which takes two thirds of the time.
 # pyright: reportPrivateImportUsage=false
 # The names of torch's foreach operators begin with an underscore; its optimizers are built on them.
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # A float is cleared through an integer of its width, because 0 * inf and 0 * nan are not 0.
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+NOT_NEGATIVE = "from 0 on", lambda x: 0 <= x < math.inf
+RANGES = (
+    ("momentum", "from 0 to below 1", lambda x: 0 <= x < 1),
+    ("weight_decay", *NOT_NEGATIVE),
+    ("trust_coefficient", "above 0", lambda x: 0 < x < math.inf),
+    ("eps", *NOT_NEGATIVE),
+)
+
+
+def require(name: str, value: Any, wanted: str, fits: Callable[[Any], bool]) -> None:
+    """Raise ValueError for a setting that is no number, or one that does not fit."""
+    if not isinstance(value, Real) or not fits(value):
+        raise ValueError(f"LARS: {name} must be a number {wanted}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -37,13 +56,8 @@ class LARSSettings:
     lars: bool = True  # False: SGD with momentum and this group's weight decay, without the trust ratio
 
     def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"LARS: momentum must be in [0, 1), got {self.momentum}")
-        if not (self.weight_decay >= 0 and self.eps >= 0):
-            values = f"{self.weight_decay} and {self.eps}"
-            raise ValueError(f"LARS: weight_decay and eps must not be negative, got {values}")
-        if not self.trust_coefficient > 0:
-            raise ValueError(f"LARS: trust_coefficient must be positive, got {self.trust_coefficient}")
+        for name, wanted, fits in RANGES:
+            require(name, getattr(self, name), wanted, fits)
         if self.nesterov and self.momentum == 0:
             raise ValueError("LARS: nesterov needs a momentum above 0")
 
