@@ -158,8 +158,10 @@ def _one_hot(labels: Tensor, classes: int | None, like: Tensor) -> Tensor:
     column = (first.cumsum(0) - 1)[torch.searchsorted(in_order, labels)]
     if classes is None:
         classes = len(labels) if labels.is_cuda else int(first.sum())
-    too_many = f"paws: there are more classes than classes={classes} among the supports of all ranks"
-    torch._assert_async((column < classes).all(), too_many)  # pyright: ignore[reportPrivateImportUsage]
+    else:
+        check_count("paws", "classes", classes, 1, "None counts them")
+        too_many = f"paws: there are more classes than classes={classes} among the supports of all ranks"
+        torch._assert_async((column < classes).all(), too_many)  # pyright: ignore[reportPrivateImportUsage]
     return like.new_zeros(len(labels), classes).scatter_(1, column[:, None], 1)
 
 

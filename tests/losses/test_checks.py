@@ -75,6 +75,7 @@ def wrong_paws(anchors=S, supports=Z, labels=Y, targets=S, target_supports=Z, vi
             "paws: without smoothing, temperature must be at least",
         ),
         (wrong_paws(prior=torch.ones(3)), r"paws: prior must be one share .* a tensor \(4,\), not \(3,\)"),
+        (wrong_paws(classes="5"), "paws: classes must be an integer of at least 1, not '5'"),
         (wrong_paws(prior=[1] * 4), "paws: prior must be .* not list"),
         *[
             (
