@@ -160,10 +160,6 @@ class Config(Sections):
         """Compare the values; the lines they were written on do not count."""
         return self.canonical() == other.canonical() if isinstance(other, Config) else NotImplemented
 
-    def __hash__(self) -> int:
-        """Return a hash that agrees with equality."""
-        return hash(json.dumps(self.canonical(), sort_keys=True))
-
     def require_data(self, *, validation: bool = False) -> None:
         """Raise DataError for a folder or a list of the data that is not there, before anyone waits for torch.
 

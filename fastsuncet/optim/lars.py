@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fastsuncet.optim.device_lr import DeviceLR
-from fastsuncet.optim.lars_foreach import NOT_NEGATIVE, LARSSettings, lars_foreach, require
+from fastsuncet.optim.lars_foreach import LARSSettings, lars_foreach, require
 
 
 def lars_auto(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *rest) -> None:
@@ -104,7 +104,7 @@ class LARS(DeviceLR):
         if isinstance(lr, Tensor) and lr.dim() > 0:
             raise ValueError(f"LARS: lr must be a number or a 0-dim tensor, got shape {tuple(lr.shape)}")
         if not isinstance(lr, Tensor):
-            require("lr", lr, *NOT_NEGATIVE)
+            require("lr", lr)
         if implementation not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"LARS: implementation {implementation!r} is not one of {names}")

@@ -13,7 +13,6 @@ and w straight to the momentum, which takes two thirds of the time.
 # The names of torch's foreach operators begin with an underscore; its optimizers are built on them.
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -25,19 +24,10 @@ from torch import Tensor
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-NOT_NEGATIVE = "from 0 on", lambda x: 0 <= x < math.inf
-RANGES = (
-    ("momentum", "from 0 to below 1", lambda x: 0 <= x < 1),
-    ("weight_decay", *NOT_NEGATIVE),
-    ("trust_coefficient", "above 0", lambda x: 0 < x < math.inf),
-    ("eps", *NOT_NEGATIVE),
-)
-
-
-def require(name: str, value: Any, wanted: str, fits: Callable[[Any], bool]) -> None:
-    """Raise ValueError for a setting that is no number, or one that does not fit."""
-    if not isinstance(value, Real) or not fits(value):
-        raise ValueError(f"LARS: {name} must be a number {wanted}, not {value!r}")
+def require(name: str, value: Any, below: float = math.inf) -> None:
+    """Raise ValueError for a setting that is no number from 0 to below `below`."""
+    if not isinstance(value, Real) or not 0 <= value < below:
+        raise ValueError(f"LARS: {name} must be a number from 0 to below {below}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -56,8 +46,11 @@ class LARSSettings:
     lars: bool = True  # False: SGD with momentum and this group's weight decay, without the trust ratio
 
     def __post_init__(self) -> None:
-        for name, wanted, fits in RANGES:
-            require(name, getattr(self, name), wanted, fits)
+        require("momentum", self.momentum, below=1)
+        for name in ("weight_decay", "trust_coefficient", "eps"):
+            require(name, getattr(self, name))
+        if self.trust_coefficient == 0:
+            raise ValueError("LARS: trust_coefficient must be above 0, not 0: nothing would learn")
         if self.nesterov and self.momentum == 0:
             raise ValueError("LARS: nesterov needs a momentum above 0")
 
