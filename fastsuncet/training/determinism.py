@@ -3,10 +3,10 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
-from torch.backends import cuda
+from torch.backends import cuda, cudnn
 from torch.utils import deterministic
 
 from fastsuncet.config import Config
@@ -33,10 +33,13 @@ def set_determinism(config: Config, place: Place) -> None:
         torch.set_num_threads(config.meta.threads)
     exact = config.meta.deterministic
     autotune = not exact if config.meta.autotune is None else config.meta.autotune
-    torch.backends.cudnn.benchmark = autotune
-    torch.backends.cudnn.deterministic = exact
-    torch.backends.cudnn.allow_tf32 = False
-    cuda.matmul.allow_tf32 = False  # NVIDIA's images turn it on by an environment variable
+    cudnn.benchmark = autotune
+    cudnn.deterministic = exact
+    torch.set_float32_matmul_precision("highest")  # NVIDIA's images lower it by an environment variable
+    if hasattr(cudnn, "fp32_precision"):
+        # Since torch 2.9 convolutions inherit from here what a program has set, whatever the older switch says.
+        cudnn.fp32_precision = "ieee"
+    cudnn.allow_tf32 = False
     if place.device.type == "cuda":
         # cuBLAS reads it when it starts, so it must be set before the first product.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -65,16 +68,20 @@ def in_a_callers_process() -> Iterator[None]:
 
     The caller's own training would otherwise go on without TF32, in deterministic kernels and in other threads.
     """
+    # Since torch 2.9 TF32 has a second switch. Where a program has used it, the first cannot be read.
+    newer = (torch.backends, cudnn, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul)
     owners = [
-        *((torch.backends.cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
+        *((owner, "fp32_precision") for owner in newer),
+        *((cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
         (deterministic, "fill_uninitialized_memory"),
         *((sys.modules.get("torch._inductor.config"), name) for name in UNTIMED),
-        (cuda.matmul, _name_of_tf32()),
     ]
     with ExitStack() as undo:
         for owner, name in owners:
-            if hasattr(owner, name):
+            with suppress(AttributeError, RuntimeError):
                 undo.callback(setattr, owner, name, getattr(owner, name))
+        with suppress(RuntimeError):  # restored before the newer switches
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         exact = torch.are_deterministic_algorithms_enabled()
         undo.callback(torch.use_deterministic_algorithms, exact, warn_only=warn_only)
@@ -92,15 +99,6 @@ def in_a_callers_process() -> Iterator[None]:
         for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
             undo.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
         yield
-
-
-def _name_of_tf32() -> str:
-    """Return the name of torch's switch of TF32 products: where its newer name was used, the older cannot be read."""
-    try:
-        getattr(cuda.matmul, "allow_tf32")  # noqa: B009 - only to see whether it can be read
-    except RuntimeError:
-        return "fp32_precision"
-    return "allow_tf32"
 
 
 def native_precision(device: torch.device) -> tuple[str, str]:

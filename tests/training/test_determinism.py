@@ -22,6 +22,10 @@ MATMUL = CUDA.matmul
 # torch 2.6 has neither.
 UNTIMED = ("write_are_deterministic_algorithms_enabled", "deterministic")
 UNTIMED = [name for name in UNTIMED if hasattr(inductor, name)]
+# Since torch 2.9.
+NEWER = [
+    (owner, "fp32_precision") for owner in (torch.backends, CUDNN, MATMUL) if hasattr(owner, "fp32_precision")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +49,15 @@ def test_set_determinism_takes_exact_kernels_and_the_search_among_them_apart(exa
     assert CUDNN.benchmark == searches
     assert all(getattr(inductor, name) != searches for name in UNTIMED)
     assert not CUDNN.allow_tf32 and not MATMUL.allow_tf32
+
+
+@pytest.mark.parametrize(("owner", "name"), NEWER)
+def test_set_determinism_turns_tf32_off_by_whichever_switch_it_is_on(owner, name):
+    setattr(owner, name, "tf32")
+    set_determinism(load_config(CONFIGS / "digits_demo.yaml"), CARD)
+    assert not CUDNN.allow_tf32 and not MATMUL.allow_tf32  # torch raises where its two switches disagree
+    assert CUDNN.conv.fp32_precision == MATMUL.fp32_precision == "ieee"
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("exact", [True, False])
