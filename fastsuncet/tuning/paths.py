@@ -311,10 +311,8 @@ def _try_graph(
     step["meta"] = {name: x for name, x in values["meta"].items() if name not in ("seed", "cuda_graph")}
     step["sizes"] = {name: x for name, x in sizes.items() if "steps" not in name and name != "num_images"}
     step["optimizer"] = config.optimization.optimizer
-    nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     request = processes.request_of(config, arithmetic, per_class, paths)
-    shapes = {"step": step, "paths": request["paths"], "nccl": nccl}
-    key = {"path": GRAPH, "shapes": shapes, **machine}
+    key = {"path": GRAPH, "shapes": {"step": step, "paths": request["paths"]}, **machine}
     kept = broadcast_json(verdicts.read(key) if place.first else None)
     if kept is not None:
         return kept[0]

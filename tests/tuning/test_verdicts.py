@@ -47,7 +47,12 @@ def test_describe_machine_has_the_card_and_its_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     fake = SimpleNamespace(CDLL=Driver, c_int=ctypes.c_int, byref=ctypes.byref)
     monkeypatch.setattr(cuda_compiler, "ctypes", fake)
+    # A start with launches that block must not leave "slower" to later ones. A rank sees other GPUs than the next one.
+    for name, value in (("CUDA_LAUNCH_BLOCKING", "1"), ("NCCL_ALGO", "Ring"), ("CUDA_VISIBLE_DEVICES", "3")):
+        monkeypatch.setenv(name, value)
     found = verdicts.describe_machine(torch.device("cuda", 0))
+    assert found["environment"].items() >= {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_ALGO": "Ring"}.items()
+    assert "CUDA_VISIBLE_DEVICES" not in found["environment"]
     assert (found["card"], found["memory"], found["cuda"]) == ("H100", 80 << 30, 12080)
     assert found["versions"]["torch"] == torch.__version__ and json.dumps(found)
 
