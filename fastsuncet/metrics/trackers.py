@@ -1,15 +1,18 @@
 """Send a run's config, numbers, pictures and results to TensorBoard, Weights & Biases and MLflow, imported on request.
 
-What a tracker raises ends the tracker and no run: the files of the run have everything that it gets.
+What a tracker raises ends the tracker and no run, and no step waits for one: each is called in a thread of its own. The
+files of the run have everything that it gets.
 """
 
 import contextlib
 import hashlib
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,8 @@ from pipelines import atomic_files
 from pipelines.output import Say, say_line
 
 PARAMS = 100  # in a call, at most: MLflow refuses more
+# Seconds that a run waits for a tracker, at its start and at its end. Schedulers kill a stopped job after 30.
+PATIENCE = 20.0
 
 
 class Tracker:
@@ -43,10 +48,14 @@ class Tracker:
         """Add a text, a JSON file for example."""
 
     def flush(self) -> None:
-        """Write what is not on the disk yet. W&B and MLflow send from a process or a thread: no step waits for them."""
+        """Write what is not on the disk yet."""
 
     def close(self) -> None:
         """Wait until all is written. Raises where something could not be sent."""
+
+    @staticmethod
+    def abandon() -> None:
+        """Take back what would stop or delay this process at its end, after a failure of the package or a hang."""
 
 
 class TensorBoard(Tracker):
@@ -120,12 +129,21 @@ class WeightsAndBiases(Tracker):
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         self._run.log({name: self._image(pixels), "step": step})
 
+    @staticmethod
+    def abandon() -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        # W&B's hooks at imports and at the end of the process would raise, or wait, where W&B's own process is gone or
+        # hangs. They are removed before this can raise or wait too.
+        with contextlib.suppress(Exception, SystemExit):
+            wandb.teardown(1)
+
 
 class MLflow(Tracker):
     """One MLflow run of `experiment`, the same over all restarts in `folder`; a step can then have two values.
 
-    A file FOLDER/mlflow.db, and FOLDER/mlflow for artifacts, unless MLFLOW_TRACKING_URI names a server. A thread of
-    MLflow's sends the numbers, so that a slow server delays no step; what it could not send is reported at the end.
+    A file FOLDER/mlflow.db, and FOLDER/mlflow for artifacts, unless MLFLOW_TRACKING_URI names a server. Numbers that it
+    did not take, after MLflow's own attempts of some minutes, are reported at the end: the server can come back.
     """
 
     def __init__(self, experiment: str, folder: Path, name: str, purge_step: int | None):
@@ -146,7 +164,8 @@ class MLflow(Tracker):
         found = self._client.search_runs([number], f"tags.fastsuncet_folder = '{mark}'", max_results=1)
         tags = {"fastsuncet_folder": mark}
         run = found[0] if found else self._client.create_run(number, tags=tags, run_name=name)
-        self._id, self._sent, self._params = run.info.run_id, [], set(run.data.params)
+        self._id, self._params = run.info.run_id, set(run.data.params)
+        self._unsent: Exception | None = None
         self._client.update_run(self._id, status="RUNNING")
 
     def settings(self, config: Config) -> None:
@@ -160,7 +179,10 @@ class MLflow(Tracker):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
         metrics = [self._metric(name, float(value), now, step) for name, value in scalars.items()]
-        self._sent.append(self._client.log_batch(self._id, metrics, synchronous=False))
+        try:
+            self._client.log_batch(self._id, metrics)
+        except Exception as error:
+            self._unsent = error
 
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         self._client.log_image(self._id, pixels, artifact_file=f"{name}-step{step}.png")
@@ -169,8 +191,8 @@ class MLflow(Tracker):
         self._client.log_text(self._id, text, name)
 
     def close(self) -> None:
-        for sent in self._sent:
-            sent.wait()
+        if self._unsent is not None:
+            raise self._unsent
         self._client.set_terminated(self._id)
 
 
@@ -181,48 +203,88 @@ TRACKERS: dict[str, type[Tracker]] = {
 }
 
 
+class Caller:
+    """Makes the calls of one tracker, in their order, in a thread: its server or its process can hang."""
+
+    def __init__(self, kind: type[Tracker], say: Say, *arguments: Any):
+        self._kind, self._say = kind, say
+        self._calls: SimpleQueue[Callable[[Tracker], object] | None] = SimpleQueue()
+        self._opened = threading.Event()
+        self._given_up = False
+        self._thread = threading.Thread(target=self._work, args=arguments, daemon=True)
+        self._thread.start()
+        # While it imports its package, this thread should import nothing.
+        self._opened.wait(PATIENCE)
+
+    def tell(self, call: Callable[[Tracker], object]) -> None:
+        if self._thread.is_alive():
+            self._calls.put(call)
+
+    def close(self) -> None:
+        """Wait until the tracker has everything, PATIENCE seconds at most."""
+        self._calls.put(None)
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            self._given_up = True
+            unsent = f"{self._calls.qsize():,} messages were not sent"
+            self._say(
+                f"{self._kind.__name__} did not answer for {PATIENCE:.0f} s at the end of the run, {unsent}; "
+                "the files of the run have it all"
+            )
+            abandoned = threading.Thread(target=self._kind.abandon, daemon=True)
+            abandoned.start()
+            abandoned.join(1.0)
+
+    def _work(self, asked: Any, folder: Path, *arguments: Any) -> None:
+        try:
+            atomic_files.make_folder(folder)
+            tracker = self._kind(asked, folder, *arguments)
+            self._opened.set()
+            while call := self._calls.get():
+                call(tracker)
+            tracker.close()
+        except Exception as error:
+            self._kind.abandon()
+            if not self._given_up:
+                reason = (str(error).strip().splitlines() or [""])[0]
+                self._say(
+                    f"{self._kind.__name__} failed and gets nothing more ({type(error).__name__}: {reason}); "
+                    "the files of the run have it all"
+                )
+        finally:
+            self._opened.set()
+
+
 class Trackers:
-    """`tell(call)` calls `call` with each tracker that a config names for the run in `folder`.
+    """`tell(call)` calls `call` with each tracker that a config names for the run in `folder`, and waits for none.
 
     A tracker that fails is left out from then on, and a line says why. TensorBoard hides its events from `purge_step`
     on. Raises ConfigError for a missing package. Leaving the context closes the trackers.
     """
 
-    def __init__(self, config: Config, folder: Path, purge_step: int | None = None, say: Say = say_line):
-        self._say = say
-        self._open: list[Tracker] = []
+    def __init__(
+        self, config: Config | None, folder: Path, purge_step: int | None = None, say: Say = say_line
+    ):
+        self._callers: list[Caller] = []
+        if config is None:
+            return
         require_packages(config)
         inside = folder.is_relative_to(config.logging.folder)
         name = str(folder.relative_to(config.logging.folder)) if inside else folder.name
         for key, asked in config.logging.trackers.items():
-            with self._surviving(TRACKERS[key].__name__):
-                atomic_files.make_folder(folder)
-                self._open.append(TRACKERS[key](asked, folder, name, purge_step))
+            self._callers.append(Caller(TRACKERS[key], say, asked, folder, name, purge_step))
 
     def tell(self, call: Callable[[Tracker], object]) -> None:
-        """Call `call` with every tracker, and keep those with which it succeeds."""
-        trackers, self._open = self._open, []
-        for tracker in trackers:
-            with self._surviving(type(tracker).__name__):
-                call(tracker)
-                self._open.append(tracker)
-
-    @contextlib.contextmanager
-    def _surviving(self, tracker: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0]
-            self._say(
-                f"{tracker} failed and gets nothing more ({type(error).__name__}: {reason}); "
-                "the files of the run have it all"
-            )
+        """Let `call` be made with every tracker that has not failed."""
+        for caller in self._callers:
+            caller.tell(call)
 
     def __enter__(self) -> "Trackers":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.tell(lambda tracker: tracker.close())
+        for caller in self._callers:
+            caller.close()
 
 
 def require_packages(config: Config) -> None:

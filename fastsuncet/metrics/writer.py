@@ -19,17 +19,15 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastsuncet.config import Config
 from fastsuncet.errors import CheckpointError
+from fastsuncet.metrics.trackers import Trackers
 from pipelines import atomic_files
 from pipelines.output import Say, say_line
-
-if TYPE_CHECKING:
-    from fastsuncet.metrics.trackers import Tracker
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
 
@@ -61,14 +59,10 @@ class MetricsWriter:
             # A picture of the views can come before the first start, and stays.
             undone = 0 if (self.folder / JSONL).exists() else None
             purge_step = undone if resume_step is None else resume_step + 1
-            self._tell: Callable[[Callable[[Tracker], object]], None] = lambda call: None
-            if config is not None and config.logging.trackers:
-                from fastsuncet.metrics.trackers import Trackers
-
-                # Before the files change: a missing package must not leave a run half set back.
-                self._tell = Trackers(config, self.folder, purge_step, say).tell
-                self._tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
-                self._tell(lambda tracker: tracker.settings(config))
+            # Before the files change: a missing package must not leave a run half set back.
+            self._trackers = Trackers(config, self.folder, purge_step, say)
+            self._trackers.tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
+            self._trackers.tell(lambda tracker: tracker.settings(config))
             kept = _move_later_lines(self.folder, resume_step, evaluated, say)
             rows = [self._row(record) for record in kept if record["kind"] == "train"]
             atomic_files.replace(self.folder / CSV, csv_table([["step", *self.columns], *rows]))
@@ -99,7 +93,7 @@ class MetricsWriter:
             raise self._refusal(error) from error
         scalars = {f"{kind}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
         if scalars:
-            self._tell(lambda tracker: tracker.write(record["step"], scalars))
+            self._trackers.tell(lambda tracker: tracker.write(record["step"], scalars))
         return record
 
     def sync(self) -> None:
@@ -109,13 +103,13 @@ class MetricsWriter:
             os.fsync(self._csv)
         except OSError as error:
             raise self._refusal(error) from error
-        self._tell(lambda tracker: tracker.flush())
+        self._trackers.tell(lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """Close the files and the trackers. The lines are in the files already."""
         os.close(self._jsonl)
         os.close(self._csv)
-        self._tell(lambda tracker: tracker.close())
+        self._trackers.__exit__()
 
     def __enter__(self) -> "MetricsWriter":
         return self

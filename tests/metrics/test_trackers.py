@@ -1,6 +1,10 @@
 """What the trackers hold of a run: config, numbers, pictures, results. The real packages where they are installed."""
 
+import re
+import subprocess
 import sys
+import threading
+from importlib.util import find_spec
 from unittest import mock
 
 import numpy as np
@@ -110,10 +114,51 @@ def test_mlflow_writes_to_a_server_and_reports_what_was_not_sent(tmp_path, monke
     assert run(config, 1, 2)[-1] == FAILED.format("MLflow", "OSError: no answer")
 
 
+@pytest.mark.parametrize("call", ["__init__", "write", "close"])
+def test_tracker_that_hangs_delays_no_line_and_the_end_for_a_moment_only(tmp_path, monkeypatch, call):
+    """Whether it hangs as the run begins, in its middle or at its end."""
+    monkeypatch.setattr(trackers, "PATIENCE", 0.2)
+    woken, abandon = threading.Event(), mock.Mock()
+    methods = {name: mock.Mock(return_value=None) for name in CALLS} | {"abandon": abandon}
+    methods[call] = mock.Mock(side_effect=lambda *_: woken.wait(60))
+    support.stand_in(monkeypatch, "mlflow")
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", type("MLflow", (), {"where": "there", **methods}))
+    config = config_of(tmp_path, "mlflow")
+    *_, last = run(config, 0, 3)
+    woken.set()
+    assert re.fullmatch(r"MLflow did not answer for 0 s at the end of the run, \d+ messages .*", last)
+    assert [line["step"] for line in read(config.run_folder / "metrics.jsonl", "train")] == [1, 2, 3]
+    abandon.assert_called_with()
+
+
+@pytest.mark.slow
+def test_wandb_whose_process_was_killed_hinders_neither_imports_nor_the_end(tmp_path):
+    """W&B has hooks at both, which raise without its process."""
+    if find_spec("wandb") is None:
+        pytest.skip("needs W&B")
+    program = f"""
+import os, signal, sys
+from pathlib import Path
+from tests.metrics.test_trackers import MetricsWriter, config_of
+config = config_of(Path({str(tmp_path)!r}), "wandb")
+with MetricsWriter(config.run_folder, ("loss",), config=config) as writer:
+    writer.write({{"step": 1, "loss": 1.0}})
+    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+    for core in sum(children, []):
+        os.kill(int(core), signal.SIGKILL)
+    for step in range(2, 50):
+        writer.write({{"step": step, "loss": 1.0}})
+import sklearn
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "WeightsAndBiases failed and gets nothing more" in ended.stdout and "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_tracker_that_fails_is_left_out_and_ends_nothing(tmp_path, monkeypatch, call):
     """The others, and the files, get every line."""
-    calls = {name: mock.Mock(return_value=None) for name in CALLS}
+    calls = {name: mock.Mock(return_value=None) for name in (*CALLS, "abandon")}
     failing = {**calls, call: mock.Mock(side_effect=OSError(28, "No space left"))}
     for name, methods in (("tensorboard", failing), ("mlflow", calls)):
         support.package(monkeypatch, name)

@@ -141,7 +141,7 @@ class FakeMlflow(ModuleType):
     def __init__(self) -> None:
         super().__init__("mlflow")
         self.stores: dict[str, list] = {}
-        self.unsent: Exception | None = None  # what a `wait` raises
+        self.unsent: Exception | None = None  # what a call with numbers raises
         self.MlflowClient = lambda tracking_uri: FakeClient(self, tracking_uri)
 
     @staticmethod
@@ -190,7 +190,9 @@ class FakeClient:
     def set_terminated(self, number):
         self.update_run(number, "FINISHED")
 
-    def log_batch(self, number, metrics=(), params=(), synchronous=True):
+    def log_batch(self, number, metrics=(), params=()):
+        if metrics and self.package.unsent:
+            raise self.package.unsent
         data = self._run(number).data
         assert len(params) <= 100
         for each in (*metrics, *params):
@@ -201,11 +203,6 @@ class FakeClient:
         for each in metrics:
             data.history[each.key].append(each)
             data.metrics[each.key] = each.value
-        return SimpleNamespace(wait=self._wait)
-
-    def _wait(self):
-        if self.package.unsent:
-            raise self.package.unsent
 
     def log_text(self, number, text, artifact_file):
         if self.uri.startswith("sqlite"):
