@@ -105,28 +105,30 @@ class ProgressBar:
         if self._bar is not None:
             self._closed.set()
             self._thread.join()
+            self._draw(self._bar)
             self._bar.close()
 
     def _redraw(self, bar: tqdm) -> None:
         while not self._closed.wait(REDRAWN):
-            with survive_lost_output(self._stream):
-                self._draw(bar)
+            self._draw(bar)
 
     def _draw(self, bar: tqdm) -> None:
         """Draw as many of the numbers as fit, and a bar where there is room for it."""
-        _, began = self._began
-        elapsed = tqdm.format_interval(self._clock() - began)
-        text, room = f"{self._step}/{self.total} {elapsed}<{self._time_left()}", _width(self._stream) - 1
-        for number in self._shown:
-            if len(text) + 1 + len(number) > room:
-                break
-            text += f" {number}"
-        wide = len(text) + len("100%|| ") + BAR <= room
-        bar.n = self._step
-        # Doubled braces, which a format leaves single: a loss can have any name.
-        text = text.replace("{", "{{").replace("}", "}}")
-        bar.bar_format = "{percentage:3.0f}%|{bar}| " * wide + text
-        bar.refresh()
+        # The lock because two threads draw, and an older line must not be the last.
+        with survive_lost_output(self._stream), tqdm.get_lock():
+            _, began = self._began
+            elapsed = tqdm.format_interval(self._clock() - began)
+            text, room = f"{self._step}/{self.total} {elapsed}<{self._time_left()}", _width(self._stream) - 1
+            for number in self._shown:
+                if len(text) + 1 + len(number) > room:
+                    break
+                text += f" {number}"
+            wide = len(text) + len("100%|| ") + BAR <= room
+            bar.n = self._step
+            # Doubled braces, which a format leaves single: a loss can have any name.
+            text = text.replace("{", "{{").replace("}", "}}")
+            bar.bar_format = "{percentage:3.0f}%|{bar}| " * wide + text
+            bar.refresh()
 
     def _measure_pace(self) -> None:
         """Take the pace of the updates since the last record.

@@ -7,6 +7,7 @@ import pty
 import re
 import struct
 import termios
+import threading
 import time
 
 import pytest
@@ -128,14 +129,40 @@ def test_progress_bar_moves_between_the_lines_and_while_a_step_lasts(monkeypatch
 
     def show(stream):
         shown = ProgressBar(600, 100, LOSSES, stream=stream, clock=lambda: now[0])
-        for step, seconds in ((103, 6.0), (103, 60.0)):
+        for step, seconds, text in ((103, 6.0, "103/600 00:06<16:34"), (103, 60.0, "103/600 01:00<")):
             shown.at(step)
             now[0] = seconds
-            time.sleep(0.1)
+            while text not in shown._bar.bar_format:
+                time.sleep(0.01)
         shown.close()
 
     written = terminal(80, show)
     assert "103/600 00:06<16:34" in written and "103/600 01:00<" in written
+
+
+def test_progress_bar_draws_no_older_line_after_a_newer_one(monkeypatch):
+    """While its thread is drawing, a record comes."""
+    drawing, updated = threading.Event(), threading.Event()
+
+    def width(stream):
+        if threading.current_thread() is not threading.main_thread():
+            drawing.set()
+            updated.wait(0.2)
+        return 80
+
+    def show(stream):
+        shown = ProgressBar(600, 100, LOSSES, stream=stream)
+        shown.at(103)
+        drawing.wait()
+        shown.update(RECORD)
+        updated.set()
+        shown.at(121)
+        shown.close()
+
+    monkeypatch.setattr(progress, "REDRAWN", 0.01)
+    monkeypatch.setattr(progress, "_width", width)
+    steps = re.findall(r"(\d+)/600", terminal(80, show))
+    assert steps == sorted(steps) and steps[-1] == "121"
 
 
 @pytest.mark.parametrize(
