@@ -12,6 +12,8 @@ import functools
 import itertools
 import os
 import re
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,8 +24,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from fastsuncet.errors import ConfigError, FastSuncetError, HungError, Preempted
+from pipelines.output import counted, say_line
 
-PORT = 29511
+NOTICE = 20.0  # seconds, after which a rank says what it waits for
 START = timedelta(minutes=30)  # how long ranks wait for all of them to start
 CONNECT = timedelta(minutes=5)  # to the store of torchrun's agent, which serves it before it starts ranks
 
@@ -80,7 +83,12 @@ def set_torchrun_variables() -> None:
     if here := re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
         os.environ.setdefault("LOCAL_WORLD_SIZE", here[0])
     os.environ.setdefault("MASTER_ADDR", host)
-    os.environ.setdefault("MASTER_PORT", str(PORT))
+    os.environ.setdefault("MASTER_PORT", str(slurm_port()))
+
+
+def slurm_port() -> int:
+    """Return the port at which the ranks of a Slurm job meet: jobs that share a node have others."""
+    return 20_000 + _number("SLURM_JOB_ID", 9_511) % 10_000
 
 
 def nodes_of_step() -> str:
@@ -206,6 +214,10 @@ def _in_group(place: Place, timeout: int) -> Iterator[Place]:
             f"WORLD_SIZE is {world_size}, but these environment variables are missing: {', '.join(missing)}. Start "
             "with torchrun or srun, set them to the host and a free port of rank 0, or unset WORLD_SIZE for one process"
         )
+    _number("MASTER_PORT", 0)
+    notice = threading.Timer(NOTICE, say_line, (_awaited(place), sys.stderr))
+    notice.daemon = True
+    notice.start()
     try:
         dist.init_process_group(
             # One group, two transports: CPU tensors (stop requests, file-system news) never queue behind the GPU's
@@ -217,6 +229,7 @@ def _in_group(place: Place, timeout: int) -> Iterator[Place]:
             world_size=world_size,
             device_id=place.device if cuda else None,
         )
+        notice.cancel()
         yield place
     except Preempted:
         dist.destroy_process_group()  # every rank leaves this way at the same time
@@ -225,9 +238,22 @@ def _in_group(place: Place, timeout: int) -> Iterator[Place]:
         if (explained := explain_error(error)) is error:
             raise
         raise explained from error
+    finally:
+        notice.cancel()
     # Not after any other error: taking a group down can wait for ranks that are stuck in a collective, and the error
     # message would wait with it.
     dist.destroy_process_group()
+
+
+def _awaited(place: Place) -> str:
+    """Return a line for a rank that waits at its start: for whom, where, and how they are started."""
+    others, minutes = counted(place.world_size - 1, "other rank"), START.total_seconds() / 60
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return (
+        f"[rank {place.rank}] waiting for {others} at {where}, {minutes:.0f} minutes at most. Each rank is a process: "
+        "in a Slurm script write srun before the command, elsewhere start it with torchrun. For a single process set "
+        "WORLD_SIZE=1, or in a Slurm script SLURM_NTASKS=1"
+    )
 
 
 def explain_error(error: BaseException) -> BaseException:
@@ -236,6 +262,11 @@ def explain_error(error: BaseException) -> BaseException:
     if re.search(r"Connection (closed|reset)|NCCL.*(remote|abort)", text):
         return FastSuncetError(
             "another rank has ended, and this one with it; the other rank's message has the reason"
+        )
+    if "EADDRINUSE" in text:
+        return ConfigError(
+            f"MASTER_PORT is {os.environ.get('MASTER_PORT')}, and another process on this machine uses that port: "
+            "another job, or one that has not ended yet. Set MASTER_PORT to a free port, the same for all ranks"
         )
     if re.search(r"[Tt]imed? ?out", text):
         what = "a rank did not come for longer than meta.timeout"

@@ -3,7 +3,9 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -17,7 +19,6 @@ import torch.distributed as dist
 from fastsuncet import cli
 from fastsuncet.distributed import launch, place
 from fastsuncet.distributed.place import (
-    PORT,
     explain_error,
     first_host,
     join,
@@ -35,6 +36,7 @@ from tests.support.scripts import shadow
 pytestmark = pytest.mark.slow
 
 SLURM = {
+    "SLURM_JOB_ID": "1234567",
     "SLURM_PROCID": "13",
     "SLURM_LOCALID": "5",
     "SLURM_NTASKS": "16",
@@ -66,7 +68,10 @@ def test_set_torchrun_variables_from_slurms(changes, ranks):
     with mock.patch.dict(os.environ, SLURM | changes, clear=True):
         set_torchrun_variables()
         assert tuple(map(os.environ.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))) == ranks
-        assert os.environ.get("LOCAL_WORLD_SIZE") == ("8" if ranks[0] == "13" else None)
+        slurm = ranks[0] == "13"
+        assert os.environ.get("LOCAL_WORLD_SIZE") == ("8" if slurm else None)
+        # Of the job: another one on the same node meets elsewhere.
+        assert os.environ.get("MASTER_PORT") == ("24567" if slurm else None)
 
 
 def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
@@ -86,7 +91,7 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
     for name, value in (SLURM | step | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}).items():
         monkeypatch.setenv(name, value)
     assert launch.start_ranks([], tmp_path / "status.json") == 0
-    assert seen == {"nodes": 2, "ranks": 8, "endpoint": f"gpu007:{PORT}"}
+    assert seen == {"nodes": 2, "ranks": 8, "endpoint": "gpu007:24567"}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +132,10 @@ def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
         ({"RANK": "x"}, "variable RANK is 'x', not a number"),
         ({"RANK": "0", "WORLD_SIZE": "-2"}, "variable WORLD_SIZE is '-2'"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "missing: MASTER_ADDR"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "variable MASTER_PORT is 'x'",
+        ),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and WORLD_SIZE is 2"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": ""}, "variable SLURM_NTASKS is ''"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, and WORLD_SIZE is 0"),
@@ -312,6 +321,30 @@ def test_rank_whose_agent_was_killed_before_it_came_ends(monkeypatch):
         started_by_an_agent(1, agents.port)
         del agents
         with join("cpu"):
+            pass
+
+
+def test_rank_says_for_whom_it_waits_and_that_its_port_is_in_use(monkeypatch, capsys):
+    """As one in a batch script without srun, and as one of a second job on the same machine."""
+    monkeypatch.setattr(place, "NOTICE", 0.1)
+    monkeypatch.setattr(place, "START", timedelta(seconds=1))
+    alone = {
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NODELIST": "localhost",
+    }
+    with mock.patch.dict(os.environ, alone), pytest.raises(HungError), join("cpu"):
+        pass
+    assert re.match(
+        r"\[rank 0\] waiting for 1 other rank at localhost:29511, .* write srun before",
+        capsys.readouterr().err,
+    )
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        refused = pytest.raises(ConfigError, match=f"MASTER_PORT is {port}, and another process")
+        with mock.patch.dict(os.environ, variables), refused, join("cpu"):
             pass
 
 
