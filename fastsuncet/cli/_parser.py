@@ -7,6 +7,7 @@ codes. A command without exit codes of its own has EXIT_CODES.
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib import import_module
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.paths import typed_path as path
+from pipelines.output import say_line
 
 if TYPE_CHECKING:
     from fastsuncet.config import Config
@@ -120,6 +122,12 @@ class Parser(argparse.ArgumentParser):
     def run(self, rest: list[str]) -> int:
         """Do what the words behind the command's name ask for and return the exit code."""
         options = self.parse(rest)
+        rank = os.environ.get("RANK", "")
+        if not self.ranks and rank:  # torchrun started this process
+            if rank != "0":
+                say_line(f"[rank {rank}] `{self.prog}` takes one process: only rank 0 runs it", sys.stderr)
+                return 0
+            os.environ["WORLD_SIZE"] = "1"
         if hasattr(self.module, "run"):
             found = self.module.run(self, options)
         else:

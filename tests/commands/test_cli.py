@@ -99,6 +99,17 @@ def test_command_that_returns_no_number_ends_with_0(monkeypatch):
     assert cli.main(["demo"]) == 0
 
 
+def test_command_of_one_process_runs_on_rank_0_only(monkeypatch, capsys):
+    """Under torchrun its ranks would write to the same files."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.main(["version"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("fastsuncet ") == 1 and os.environ["WORLD_SIZE"] == "1"
+    assert err == "[rank 1] `fastsuncet version` takes one process: only rank 0 runs it\n"
+
+
 def test_main_prints_no_traceback_for_a_closed_pipe():
     reading, writing = os.pipe()
     os.close(reading)  # what `| head` does once it has read enough
