@@ -81,12 +81,21 @@ def lock_folder(folder: Path, place: Place) -> Iterator[bool]:
                 atomic_files.make_folder(folder)
                 held = stack.enter_context(atomic_files.exclusive(folder / LOCK))
                 if held:
+                    stack.callback(_remove_empty, folder)
                     with contextlib.suppress(OSError):  # only a message needs it
                         holder = f"process {os.getpid()} on {socket.gethostname()}\n"
                         (folder / LOCK).write_text(holder, encoding="utf-8")
                 return held
 
         yield on_rank_0(place, lock)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a folder that has nothing but the lock file, which this process holds: its run was refused."""
+    with contextlib.suppress(OSError):  # also where it was moved or removed
+        if os.listdir(folder) == [LOCK] and atomic_files.lost_lock() is None:
+            os.unlink(folder / LOCK)
+            os.rmdir(folder)
 
 
 def _holder(folder: Path) -> str:
@@ -153,8 +162,14 @@ class RunStatus:
             return
         record = {"state": state, "step": step, "world_size": self.place.world_size, "message": message}
         record["exit_code"] = {"done": 0, "preempted": Preempted.exit_code}.get(state, code)
+        content = atomic_files.as_json(record)
         try:
-            atomic_files.replace(self.path, atomic_files.as_json(record))
+            try:
+                atomic_files.replace(self.path, content)
+            except OSError:
+                # A full disk takes no second file, and this one must not go on saying that the run is running.
+                with open(self.path, "r+b", buffering=0) as stream:
+                    stream.truncate(stream.write(content))
         except OSError as error:
             # Do not raise: a full disk ends the run at its next save, or has ended it, with a message of its own.
             say_line(f"status: {self.path} cannot be written: {error}")

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fastsuncet.checkpoint.run_folder import (
 )
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
+from pipelines import atomic_files
 from tests.support.ranks import run_ranks
 
 ALONE = Place(0, 1, torch.device("cpu"))
@@ -64,6 +66,26 @@ def test_run_folder_that_is_not_the_locked_one_is_refused(change, tmp_path):
         status.write("failed", 3)
         assert not status.path.exists()
     require_run_folder()  # it holds none any more
+
+
+def test_run_folder_of_a_refused_run_is_removed(tmp_path):
+    with pytest.raises(ZeroDivisionError), exclusive_run_folder(tmp_path / "run", ALONE):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with exclusive_run_folder(tmp_path / "run", ALONE):
+        (tmp_path / "run" / "config.yaml").touch()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".running", "config.yaml"}
+
+
+def test_status_on_a_full_disk_does_not_go_on_saying_that_the_run_is_running(tmp_path, monkeypatch):
+    status = RunStatus(tmp_path / "status.json", ALONE)
+    status.write("running", 1_000, "a longer message than the next")
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    monkeypatch.setattr(atomic_files, "replace", full)
+    status.write("failed", 7, code=5)
+    assert {"state": "failed", "step": 7, "exit_code": 5}.items() <= atomic_files.read_object(
+        status.path
+    ).items()
 
 
 def test_refuse_existing_takes_no_failing_file_server_for_an_empty_place(tmp_path, monkeypatch):
