@@ -145,8 +145,9 @@ def build(
     optimizer = build_optimizer(config.optimization, model, method.lr)
 
     micro_batch, compiled = config.criterion.micro_batch, config.meta.compile
-    # torch.compile makes a graph for each shape, in minutes. BatchNorm needs two rows of each size.
-    images, labeled = (sizes.local_unlabeled, sizes.local_labeled) if sizes and compiled else (2, 2)
+    images, labeled = (sizes.local_unlabeled, sizes.local_labeled) if sizes else (2, 2)
+    if not compiled:  # torch.compile makes a graph for each shape, in minutes
+        images, labeled = min(images, 2), min(labeled or 2, 2)
 
     def blank(network: nn.Module) -> torch.Tensor:
         def zeros(count: int, size: int) -> torch.Tensor:
@@ -162,7 +163,16 @@ def build(
         return model, whole, optimizer, method
     from fastsuncet.distributed.ddp import parallel
 
-    network = parallel(whole, place, compiled=compiled, static_graph=True, blank_pass=blank)
+    try:
+        network = parallel(whole, place, compiled=compiled, static_graph=True, blank_pass=blank)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise config.error(
+            "model.sync_batchnorm",
+            f"must be true where each of {place.world_size} processes has one image of a size, as here: BatchNorm has "
+            "no statistics of it alone. Or make the batch so large that each has two",
+        ) from error
     return model, network, optimizer, method
 
 

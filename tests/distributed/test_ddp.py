@@ -64,6 +64,16 @@ def test_ddp_takes_a_method_with_one_small_crop_an_image(group):
     build(config_of("PAWS", "swav.small_crops=1"), Place(0, 2, CPU), 10, [1] * 10)
 
 
+def test_ddp_refuses_one_image_a_process_without_shared_batchnorm(group):
+    """With the key, in place of torch's error."""
+    alone = ["criterion.unsupervised_batch_size=2", "swav.small_crops=1", "model.sync_batchnorm=false"]
+    config, place = config_of("PAWS", *alone), Place(0, 2, CPU)
+    with pytest.raises(
+        ConfigError, match=r"model\.sync_batchnorm=false\n.*each of 2 processes has one image"
+    ):
+        build(config, place, 10, [1] * 10, config.resolve(2, 100))
+
+
 @pytest.mark.parametrize("name", ["gcc", "CXX"])
 def test_compiler_on_the_path_or_in_the_environment_is_found(no_compiler, name, monkeypatch, tmp_path):
     if name == "CXX":
