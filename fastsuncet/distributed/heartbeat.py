@@ -62,6 +62,7 @@ class Heartbeat:
 
     def _watch(self) -> None:
         position, since, warned, posts = None, 0.0, 0.0, {}
+        exchange = threading.Thread()
         # Here and not in the main thread: it would try for minutes where the process that holds the store is gone, and
         # hear no stop signal.
         with suppress(RuntimeError):
@@ -73,11 +74,19 @@ class Heartbeat:
             waited, asked = now - since, self.signals.requested
             # After a stop signal, a scheduler waits only a short time for the save.
             first = min(10 if asked else 60, self.timeout / 3)
-            try:
-                self._exchange(posts, now, read=waited > first / 2)
-            except RuntimeError:  # the process that holds the store has ended
-                posts = {}
-            silent, text = self._waiting_for(posts, now)
+            # In a thread: where the process that holds the store is stopped, the exchange does not return.
+            if not exchange.is_alive():
+                exchange = threading.Thread(
+                    target=self._exchange, args=(posts, now, waited > first / 2), daemon=True
+                )
+                exchange.start()
+                exchange.join(self.period)
+            if exchange.is_alive():
+                agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                holder, silent = ("torchrun's agent" if agents else "rank 0"), {0}
+                text = f"waiting for {holder} (its process, through which ranks meet, does not answer)"
+            else:
+                silent, text = self._waiting_for(posts, now)
             speaks = self.rank == min((r for r in range(self.ranks) if r not in silent), default=self.rank)
             # The others end later: the one that speaks would see their connections break first.
             if waited > self.timeout + (0 if speaks else 3 * self.period):
@@ -90,19 +99,25 @@ class Heartbeat:
                 if speaks:
                     self.say(f"no step for {waited:,.0f} s, {text}; {ending} (after {self.timeout:,.0f} s)")
 
-    def _exchange(self, posts: dict[int, tuple[bytes, float]], now: float, *, read: bool) -> None:
-        """Post where this rank is; with `read`, add to `posts` where each rank is and when it last posted anew."""
+    def _exchange(self, posts: dict[int, tuple[bytes, float]], now: float, read: bool) -> None:
+        """Post where this rank is; with `read`, add to `posts` where each rank is and when it last posted anew.
+
+        `posts` is empty afterwards if the process that holds the store has ended.
+        """
         if self.store is None:
             return
         # Not by `traceback`, which reads the source file: its disk can be what hangs.
         frame = sys._current_frames().get(self._main or 0, sys._getframe())
         where = f"{frame.f_code.co_name}, {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        self.store.set(f"heartbeat/{self.rank}", json.dumps([*self.position, where, now]))
-        for number in range(self.ranks) if read else ():
-            key = f"heartbeat/{number}"
-            post = self.store.get(key) if self.store.check([key]) else b""
-            if number not in posts or posts[number][0] != post:
-                posts[number] = (post, now)
+        try:
+            self.store.set(f"heartbeat/{self.rank}", json.dumps([*self.position, where, now]))
+            for number in range(self.ranks) if read else ():
+                key = f"heartbeat/{number}"
+                post = self.store.get(key) if self.store.check([key]) else b""
+                if number not in posts or posts[number][0] != post:
+                    posts[number] = (post, now)
+        except RuntimeError:
+            posts.clear()
 
     def _waiting_for(self, posts: dict[int, tuple[bytes, float]], now: float) -> tuple[set[int], str]:
         """Return the ranks that post no longer, and a text that names those that the others wait for."""

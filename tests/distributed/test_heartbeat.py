@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -68,6 +69,19 @@ def test_heartbeat_names_a_rank_that_posts_no_longer(hearts):
             time.sleep(0.5)
         wait_for_end(ended)
     assert "waiting for rank 1 (no sign of life; last seen where it trains after step 6" in said[-1]
+
+
+@pytest.mark.slow
+def test_heartbeat_names_the_process_that_holds_the_store_and_is_stopped(hearts, monkeypatch):
+    answer = threading.Event()
+    stopped = SimpleNamespace(set=lambda *_: answer.wait())
+    monkeypatch.setattr(heartbeat, "_own_connection", lambda store: stopped)
+    one, said, ended = hearts[1]
+    with one:
+        wait_for_end(ended)
+        answer.set()
+    for text in (said[0], ended[0]):
+        assert "waiting for rank 0 (its process, through which ranks meet, does not answer)" in text
 
 
 @pytest.mark.slow
