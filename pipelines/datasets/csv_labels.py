@@ -4,10 +4,12 @@ import codecs
 import csv
 import os
 import string
+import sys
 import unicodedata
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -33,28 +35,34 @@ def with_csv_labels(
 
     Raises DataError with every wrong line at once, by number.
     """
-    rows, wrong = _read_table(Path(table))
-    names = list(dict.fromkeys(name for _, name, _ in rows))
-    found = index.files.find(names).tolist()
-    position = {name: -1 if leaves_root(name) else row for name, row in zip(names, found)}
-    meant = _meant(index.files, [name for name in names if position[name] < 0])
-    known = sorted({label for _, _, label in rows}) if classes is None else classes
-    number = {label: i for i, label in enumerate(known)}
-    given: dict[str, tuple[int, str]] = {}
-    labels = np.full(len(index), -1, np.int64)
-    for line, name, label in rows:
-        first_line, first_label = given.setdefault(name, (line, label))
-        if position[name] < 0:
-            wrong.append((line, _missing(name, index.root, meant[name])))
-        elif label != first_label:
-            wrong.append((line, f"{name} is labeled {label!r}, but {first_label!r} on line {first_line}"))
-        elif label not in number:
-            wrong.append((line, f"label {label!r} is not one of the {len(known)} classes"))
-        else:
-            labels[position[name]] = number[label]
-    refuse_wrong_lines(table, wrong)
-    if not rows:
+    lines, names, given, wrong = _read_table(Path(table))
+    found = index.files.find(names)
+    known = sorted(set(given)) if classes is None else classes
+    number = {label: i for i, label in enumerate(dict.fromkeys([*known, *given]))}
+    numbers = np.fromiter((number[label] for label in given), np.int64, len(given))
+    # For each row, the first one of the same image.
+    _, first, image = np.unique(found, return_index=True, return_inverse=True)
+    first = first[image]
+
+    def problem(row: int) -> str:
+        name, label, before = names[row], given[row], first[row]
+        if found[row] < 0:
+            return _missing(name, index.root, meant[name])
+        if label != given[before]:
+            return f"{name} is labeled {label!r}, but {given[before]!r} on line {lines[before]}"
+        return f"label {label!r} is not one of the {len(known)} classes"
+
+    unusable = (found < 0) | (numbers != numbers[first]) | (numbers >= len(known))
+    wrong_rows = np.flatnonzero(unusable).tolist()
+    # A million wrong lines can be looked for in a million files; only those that are shown are.
+    shown = wrong_rows[:_SHOWN]
+    meant = _meant(index.files, [names[row] for row in shown if found[row] < 0])
+    wrong += [(lines[row], problem(row)) for row in shown]
+    refuse_wrong_lines(table, wrong, len(wrong_rows) - len(shown))
+    if not names:
         raise DataError(f"{table} labels no image: it has a header and no line after it")
+    labels = np.full(len(index), -1, np.int64)
+    labels[found] = numbers
     return replace(index, labels=labels, classes=tuple(known))
 
 
@@ -87,19 +95,29 @@ def _meant(files: Iterable[str], missing: Sequence[str]) -> dict[str, list[str]]
     def parts(name: str) -> list[str]:
         return plain(name).strip().replace("\\", "/").split("/")[::-1]
 
-    found: dict[str, list[str]] = {parts(name)[0]: [] for name in missing}
+    # Last part -> part before it -> ...; under None the first files that end so, one more than can be meant.
+    tree: dict = {}
+    for name in missing:
+        node = tree
+        for part in parts(name):
+            node = node.setdefault(part, {None: []})
     for file in files if missing else ():
-        last = parts(file)[0]
-        for key in {last, os.path.splitext(last)[0]} & found.keys():
-            found[key].append(file)
+        last, *folders = parts(file)
+        for key in {last, os.path.splitext(last)[0]}:
+            node = tree
+            for part in (key, *folders):
+                if (node := node.get(part)) is None:
+                    break
+                node[None] = [*node[None], file][:4]
 
-    def nearest(wanted: list[str]) -> list[str]:
-        alike = found[wanted[0]]
-        common = [len([*takewhile(lambda two: two[0] == two[1], zip(wanted, parts(file)))]) for file in alike]
-        most = [file for file, count in zip(alike, common) if count == max(common)]
-        return most if len(most) <= 3 else []
+    def nearest(name: str) -> list[str]:
+        node, found = tree, []
+        for part in parts(name):
+            node = node[part]
+            found = node[None] or found
+        return found if len(found) <= 3 else []
 
-    return {name: nearest(parts(name)) for name in missing}
+    return {name: nearest(name) for name in missing}
 
 
 def plain(name: str) -> str:
@@ -107,18 +125,18 @@ def plain(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
-def refuse_wrong_lines(path: str | Path, wrong: Sequence[tuple[int, str]]) -> None:
-    """Raise DataError, with the first 20 (line, problem) pairs in order, if there are any."""
+def refuse_wrong_lines(path: str | Path, wrong: Sequence[tuple[int, str]], more: int = 0) -> None:
+    """Raise DataError, with the first 20 (line, problem) pairs in order, if there are any; `more` lines follow them."""
     if wrong:
+        count = len(wrong) + more
         lines = [f"  line {line}: {problem}" for line, problem in sorted(wrong)[:_SHOWN]]
-        lines += [f"  and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)
-        noun = "line" if len(wrong) == 1 else "lines"
-        raise DataError("\n".join([f"{path} has {len(wrong)} wrong {noun}:", *lines]))
+        lines += [f"  and {count - _SHOWN} more"] * (count > _SHOWN)
+        raise DataError("\n".join([f"{path} has {count} wrong {'line' if count == 1 else 'lines'}:", *lines]))
 
 
-def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int, str]]]:
-    """Return the usable (line, file, label) rows of a table, and what is wrong with its other lines."""
-    rows, wrong = [], []
+def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[int, str]]]:
+    """Return the lines, files and labels of the usable rows of a table, and what is wrong with its other lines."""
+    usable, names, labels, wrong = array("q"), [], [], []
     try:
         # Spreadsheets put a byte-order mark before the header.
         lines = listed_lines(table.read_bytes().removeprefix(codecs.BOM_UTF8))
@@ -152,7 +170,9 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
                 elif "\n" in label or "\r" in label:
                     wrong.append((line, "the label has a line break in it: is a quote not closed?"))
                 else:
-                    rows.append((line, name, label))
+                    usable.append(line)
+                    names.append(name)
+                    labels.append(sys.intern(label))  # one object for all rows of a class
     except OSError as error:
         raise DataError(f"cannot read the labels {table}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -161,7 +181,7 @@ def _read_table(table: Path) -> tuple[list[tuple[int, str, str]], list[tuple[int
         raise DataError(text) from error
     except csv.Error as error:
         raise DataError(f"{table} is not a CSV: {error}. Is a quote not closed?") from error
-    return rows, wrong
+    return usable, names, labels, wrong
 
 
 def _separator(line: str) -> str | None:

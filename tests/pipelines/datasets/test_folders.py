@@ -1,6 +1,7 @@
 """Folders and CSVs as indexes: which images, in which order, with which labels, and what is refused."""
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -17,7 +18,7 @@ from pipelines.datasets.csv_labels import with_csv_labels
 from pipelines.datasets.folders import image_folder, image_tree, look_again
 from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.in_memory import digits, resident
-from pipelines.datasets.index import class_numbers, with_classes
+from pipelines.datasets.index import ImageIndex, class_numbers, with_classes
 from tests.support.pictures import cut_short, texture, write_image, write_images
 
 CAFE = os.fsdecode("caf\xe9/4.jpg".encode())  # UTF-8 on the disk, whatever the locale
@@ -295,6 +296,22 @@ def test_a_long_list_of_wrong_lines_is_cut_and_counted(tree, tmp_path):
         with_csv_labels(image_tree(tree), csv)
     lines = str(error.value).splitlines()
     assert len(lines) == 22 and lines[0].endswith("50 wrong lines:") and lines[-1] == "  and 30 more"
+
+
+def test_csv_names_that_differ_in_folders_only_are_matched_in_seconds(tmp_path):
+    """Each name was compared with each file, again for each wrong line: minutes for 2,000 lines."""
+    names = [f"{i}/photo.jpg" for i in range(2000)]
+    index = ImageIndex(tmp_path, names, np.full(2000, -1), (), np.ones((2000, 2), np.int32))
+    csv = table(
+        tmp_path / "labels.csv", "file,label", *(f"{name[:-3]}JPG,cat" for name in names), "x/Photo.jpg,cat"
+    )
+    began = time.process_time()
+    with pytest.raises(DataError) as error:
+        with_csv_labels(index, csv)
+    assert time.process_time() - began < 5
+    lines = str(error.value).splitlines()
+    assert lines[1].endswith("did you mean 0/photo.jpg?") and lines[20].endswith("did you mean 19/photo.jpg?")
+    assert lines[0].endswith("2001 wrong lines:") and lines[-1] == "  and 1981 more"
 
 
 @pytest.mark.parametrize(
