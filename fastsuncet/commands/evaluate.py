@@ -146,7 +146,7 @@ def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, ima
         "encoder": encoder.record(),
         "setting": setting,
         "asked": asked(config, kind),
-        "classes": per_class(measured.confusion, images.train.classes),
+        "classes": per_class(measured.predicted, measured.truth, images.train.classes),
         "run": config.run_folder.name,
         "versions": versions(),
         **({"learned": measured.learned} if measured.learned else {}),

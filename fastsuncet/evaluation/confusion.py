@@ -12,6 +12,7 @@ from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
 
 NUMBERED, NAMED = 20, 60  # with more classes the matrix has no numbers in its cells, no names at its sides
+CELLS = 1000  # of a side; with more classes a cell has several, and shows the largest of their shares
 DOTS = 150  # with more, each wrong cell is drawn 3 x 3 cells large: a cell is a pixel or two
 PAIRS, WORST = 20, 14  # lines beside the matrix
 LONGEST = 20  # characters of a name that are shown
@@ -38,7 +39,7 @@ def written(path: Path) -> list[str]:
 
 
 def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
-    """Return a PNG: the matrix, the most confused pairs and the least accurate classes, of 2 to 1,000 classes.
+    """Return a PNG: the matrix, the most confused pairs and the least accurate classes.
 
     `classes` is that of `scoring.per_class`. A row is a true class, a cell its share that is predicted as the column.
     """
@@ -49,20 +50,27 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
         dict.fromkeys([*classes, *sorted({name for of in classes.values() for name in of["predicted"]})])
     )
     column = {name: i for i, name in enumerate(names)}
-    counts = np.zeros((len(names), len(names)), np.int64)
-    for name, of in classes.items():
-        for other, count in of["predicted"].items():
-            counts[column[name], column[other]] = count
-    shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
-    right, wrong = np.diag(np.diag(shares)), shares * (1 - np.eye(len(names)))
+    cells = [
+        (column[name], column[other], count)
+        for name, of in classes.items()
+        for other, count in of["predicted"].items()
+    ]
+    true, other, count = np.array(cells).T
+    shares = count / np.bincount(true, count, len(names))[true]
+    side = min(len(names), CELLS)
+    place = np.arange(len(names)) * side // len(names)
+    both = np.zeros((2, side, side))
+    np.maximum.at(both, ((true != other).astype(int), place[true], place[other]), shares)
+    right, wrong = both
     if len(names) > DOTS:
         wrong = np.lib.stride_tricks.sliding_window_view(np.pad(wrong, 1), (3, 3)).max((2, 3))
     figure = Figure(figsize=(14, 8.4), layout="constrained")
     matrix, text = figure.subplots(1, 2, width_ratios=(9, 5))
     # The square root makes a class of which one image in fifty is wrong visible.
-    scale = PowerNorm(0.5, 0, 1)
-    matrix.imshow(np.ma.masked_equal(wrong, 0), cmap="Reds", norm=scale, interpolation="nearest")
-    matrix.imshow(np.ma.masked_equal(right, 0), cmap="Blues", norm=scale, interpolation="nearest")
+    scale, edge = PowerNorm(0.5, 0, 1), len(names) - 0.5
+    for part, colors in ((wrong, "Reds"), (right, "Blues")):
+        drawn = matrix.imshow(np.ma.masked_equal(part, 0), cmap=colors, norm=scale, interpolation="nearest")
+        drawn.set_extent((-0.5, edge, edge, -0.5))
     matrix.set(xlabel="predicted", ylabel="true class")
     matrix.xaxis.set_label_position("top")
     if len(names) <= NAMED:
@@ -70,11 +78,11 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
         matrix.set_xticks(range(len(names)), _shown(names), rotation=90, fontsize=size, parse_math=False)
         matrix.set_yticks(range(len(names)), _shown(names), fontsize=size, parse_math=False)
     if len(names) <= NUMBERED:
-        for row, at in np.argwhere(counts > 0):
-            color = "white" if shares[row, at] > 0.35 else "black"
-            matrix.text(at, row, f"{counts[row, at]:,}", ha="center", va="center", color=color, fontsize=10)
+        for (row, at, images), share in zip(cells, shares):
+            color = "white" if share > 0.35 else "black"
+            matrix.text(at, row, f"{images:,}", ha="center", va="center", color=color, fontsize=10)
     text.set_axis_off()
-    lines = "\n".join(_pairs(counts, _shown(names)) + _worst(counts, _shown(names)))
+    lines = "\n".join(_most_confused(true, other, count, _shown(names)))
     style = {"va": "top", "family": "monospace", "fontsize": 9, "parse_math": False}
     # Out of the layout, which would else make both sides wider than the picture and cut the names below the matrix.
     text.text(0, 1, lines, **style, transform=text.transAxes).set_in_layout(False)
@@ -90,20 +98,20 @@ def _shown(names: list[str]) -> list[str]:
     return ["".join(x if x.isprintable() else "?" for x in name) for name in cut]
 
 
-def _pairs(counts: np.ndarray, names: list[str]) -> list[str]:
-    """Return the pairs of classes with most images, in words."""
-    wrong = counts * (1 - np.eye(len(names), dtype=np.int64))
-    order = np.argsort(-wrong, axis=None, kind="stable")[:PAIRS]
-    found = [(*np.unravel_index(i, wrong.shape), wrong.flat[i]) for i in order if wrong.flat[i]]
-    lines = [f"{n:>5,} of {counts[a].sum():>5,}  {names[a]} as {names[b]}" for a, b, n in found]
-    total = int(wrong.sum())
-    return [f"most confused, of {total:,} wrong of {counts.sum():,}", *lines, ""]
+def _most_confused(true: np.ndarray, other: np.ndarray, count: np.ndarray, names: list[str]) -> list[str]:
+    """Return, in words, the pairs of classes with most images and the classes of the lowest accuracy.
 
-
-def _worst(counts: np.ndarray, names: list[str]) -> list[str]:
-    """Return the classes of the lowest accuracy, in words."""
-    images = counts.sum(1)
-    accuracy = np.diag(counts) / np.maximum(1, images)
-    order = [i for i in np.argsort(accuracy, kind="stable") if images[i]][:WORST]
-    lines = [f"{100 * accuracy[i]:>5.1f} % of {images[i]:>5,}  {names[i]}" for i in order]
-    return ["least accurate classes", *lines]
+    `count` images of the class `true` are predicted as `other`, int64 (n,) each.
+    """
+    wrong, images = true != other, np.bincount(true, count, len(names)).astype(int)
+    pairs = [i for i in np.lexsort((other, true, -count)) if wrong[i]][:PAIRS]
+    lines = [f"{count[i]:>5,} of {images[true[i]]:>5,}  {names[true[i]]} as {names[other[i]]}" for i in pairs]
+    accuracy = np.bincount(true[~wrong], count[~wrong], len(names)) / np.maximum(1, images)
+    worst = [i for i in np.argsort(accuracy, kind="stable") if images[i]][:WORST]
+    return [
+        f"most confused, of {count[wrong].sum():,} wrong of {count.sum():,}",
+        *lines,
+        "",
+        "least accurate classes",
+        *(f"{100 * accuracy[i]:>5.1f} % of {images[i]:>5,}  {names[i]}" for i in worst),
+    ]

@@ -18,8 +18,9 @@ from fastsuncet.evaluation.linear import FOLDS, choose_strength, fit_linear, fol
 from fastsuncet.evaluation.scoring import (
     LEARNED,
     Measured,
-    confusion_of,
     few_labels_note,
+    require_finite,
+    share_right,
     supports,
     wilson_interval,
 )
@@ -85,6 +86,7 @@ def cross_validated(
     chosen, count = supports(images, config), len(images.train.classes)
     counts = labels_per_class(images, chosen)
     features = outputs(network, images.train, chosen, config, place)
+    require_finite(features)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     setting: dict[str, float] = {"folds": FOLDS, "repeats": REPEATS}
     if kind == "linear":
@@ -100,7 +102,7 @@ def cross_validated(
         setting["k"] = k = config.evaluation.knn_k
 
         def classify(learned: Tensor, left_out: Tensor) -> Tensor:
-            return knn_predict(features[left_out], features[learned], labels[learned], count, k=k)
+            return knn_predict(features[left_out], features[learned], labels[learned], k=k)
 
     known = torch.from_numpy(learned[chosen]).to(place.device)
     notes = few_labels_note(counts, images.train.classes)
@@ -109,13 +111,10 @@ def cross_validated(
         notes.append(f"the network has learned from the other {int(known.sum())} labels" if new else LEARNED)
     only_learned = 0 if new else int(known.sum())
     known &= new > 0
-    shares, confusion, judged = [], labels.new_zeros(count, count), 0
-    for seed in range(REPEATS):
-        numbers, predicted = out_of_fold(labels, classify, seed, known)
-        judged = len(numbers)
-        shares.append((predicted == labels[numbers]).double().mean().item())
-        confusion += confusion_of(predicted, labels[numbers], count)
-    top1 = sum(shares) / REPEATS
+    repeats = [out_of_fold(labels, classify, seed, known) for seed in range(REPEATS)]
+    judged = len(repeats[0][0])
+    top1 = sum(share_right(predicted, labels[numbers]) for numbers, predicted in repeats) / REPEATS
     low, high = (100 * x for x in wilson_interval(top1 * judged, judged))
     notes = (f"95 % interval {low:.1f} to {high:.1f}", *notes)
-    return Measured({"top1": top1}, judged, setting, notes, confusion, only_learned)
+    numbers, predicted = (torch.cat(parts) for parts in zip(*repeats))
+    return Measured({"top1": top1}, judged, setting, notes, predicted, labels[numbers], only_learned)

@@ -1,6 +1,6 @@
 """K nearest neighbors: what the representations say about the classes, without training a classifier.
 
-Shapes: N labeled support images, Q query images, E the width of the encoder's output, C classes.
+Shapes: N labeled support images, Q query images, E the width of the encoder's output.
 """
 
 from collections.abc import Callable, Collection
@@ -15,20 +15,28 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import outputs
-from fastsuncet.evaluation.scoring import Measured, confusion_of, examples, own_rows, share_right, supports
+from fastsuncet.evaluation.scoring import (
+    Measured,
+    examples,
+    of_all_ranks,
+    own_rows,
+    require_finite,
+    share_right,
+    supports,
+)
 from fastsuncet.metrics.rankme import CHUNK, rankme
 from fastsuncet.models.resnet import Model
 
 # Without labels, or with all, every image of known class can be a support. For ImageNet these are 1.28 million rows of
 # 2,048 floats, 10.5 GB on each GPU in the middle of a run. 50,000 rows are 0.4 GB, and all of CIFAR-10.
 MOST_SUPPORTS = 50_000
+PAIRS = 1 << 24  # of neighbors of a chunk of queries, compared with each other at a time
 
 
 def knn_predict(
     queries: Tensor,  # (Q, E) float - representations of the images to classify
     supports: Tensor,  # (N, E) float - representations of the labeled images
-    labels: Tensor,  # (N,) int64 in [0, C)
-    num_classes: int,
+    labels: Tensor,  # (N,) int64
     *,
     k: int = 10,
     weighted: bool = False,
@@ -37,22 +45,24 @@ def knn_predict(
     """Return the predicted classes, (Q,) int64: the vote of the k supports of largest cosine similarity (appendix G).
 
     The paper does not define the vote. Here each neighbor has one vote (`weighted=True`: its similarity), and a tie
-    goes to the class with the larger sum of similarities. Float32 for any input; no gradient. A k larger than N is N.
+    goes to the class with the larger sum of similarities, then to the lower one. Float32 for any input; no gradient.
+    A k larger than N is N.
     """
     queries = F.normalize(queries.detach().float(), dim=1)
     supports = F.normalize(supports.detach().float(), dim=1)
     k = min(k, len(supports))
     predictions = []
     # In chunks: all Q x N similarities of ImageNet would be 25 GB.
-    for rows in queries.split(chunk_size):
+    for rows in queries.split(max(1, min(chunk_size, PAIRS // k**2))):
         similarity, nearest = (rows @ supports.T).topk(k, dim=1)  # (q, k)
-        votes = F.one_hot(labels[nearest], num_classes).float()  # (q, k, C)
-        similar = (votes * similarity[..., None]).sum(1)  # (q, C)
+        near, similarity = labels[nearest], similarity.nan_to_num(0)
+        # Each neighbor gets the votes of all of its class. Scores of all classes would be 2 GB for 10,000 of them.
+        votes = (near[:, :, None] == near[:, None]).float()  # (q, k, k)
+        similar = (votes * similarity[:, None]).sum(2)  # (q, k)
         # A sum of k cosines is at most k, so that 1/(4k) of it can only break a tie of whole votes.
-        score = similar if weighted else votes.sum(1) + similar / (4 * k)
-        # Negative similarities would lose to the 0 of a class that has no neighbor.
-        score = score.masked_fill(votes.sum(1) == 0, -torch.inf)
-        predictions.append(score.argmax(1))
+        score = similar if weighted else votes.sum(2) + similar / (4 * k)
+        most = score == score.amax(1, keepdim=True)
+        predictions.append(near.masked_fill(~most, torch.iinfo(near.dtype).max).amin(1))
     return torch.cat(predictions) if predictions else labels.new_zeros(0)
 
 
@@ -67,17 +77,18 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     if config.data.split.kind == "all":
         chosen = chosen[spread_over_classes(images.train.labels[chosen], MOST_SUPPORTS)]
     shown = examples(network, images, config, place, chosen=chosen, crops=1)
-    mine, k, count = own_rows(place), config.evaluation.knn_k, shown.num_classes
-    learned = (shown.features, shown.labels, count)
-    votes = (knn_predict(shown.queries[mine], *learned, k=k, weighted=each) for each in (False, True))
-    plain, weighted = (sum_over_ranks(confusion_of(vote, shown.truth[mine], count)) for vote in votes)
+    require_finite(shown.features, shown.queries)
+    mine, k, truth = shown.queries[own_rows(place)], config.evaluation.knn_k, shown.truth
+    learned = (shown.features, shown.labels)
+    votes = (knn_predict(mine, *learned, k=k, weighted=each) for each in (False, True))
+    plain, weighted = (of_all_ranks(vote, len(truth), place) for vote in votes)
     setting = {"k": k, "seed": config.meta.seed}  # the seed of the crops
     if config.data.split.kind == "all":
         # Of a draw, the number differs from seed to seed, and seeds must stay comparable.
         setting["supports"] = len(chosen)
     notes = (f"all {len(chosen)} labeled images vote, fewer than k = {k}",) if k > len(chosen) else ()
-    metrics = {"top1": share_right(plain), "top1_weighted": share_right(weighted)}
-    return Measured(metrics, len(shown.truth), setting, notes, plain)
+    metrics = {"top1": share_right(plain, truth), "top1_weighted": share_right(weighted, truth)}
+    return Measured(metrics, len(truth), setting, notes, plain, truth)
 
 
 def online_knn(
@@ -110,7 +121,7 @@ def online_knn(
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     truth = torch.from_numpy(images.validation.labels).to(place.device)
     mine = own_rows(place)
-    predicted = knn_predict(rows[mine], columns, labels, len(images.train.classes), k=config.evaluation.knn_k)
+    predicted = knn_predict(rows[mine], columns, labels, k=config.evaluation.knn_k)
     accuracy = sum_over_ranks((predicted == truth[mine]).sum()).item() / len(truth)
     return {
         "knn_accuracy": accuracy,

@@ -44,8 +44,8 @@ class Measured:
     images: int  # evaluated
     setting: dict[str, Any]  # the numbers that define the evaluation
     notes: tuple[str, ...]  # what a reader of the number should know
-    # (C, C) int64: images of each true class, by predicted class. Every repeat of a cross-validation counts.
-    confusion: Tensor
+    predicted: Tensor  # int64, the class of each image; every repeat of a cross-validation counts
+    truth: Tensor  # int64, the true class of the same
     learned: int = 0  # labels, where it was measured on those that the network has learned from
 
 
@@ -84,41 +84,49 @@ def measured(
     lower class comes first, so that a model of constant output is not correct by the luck of a sort. Raises
     NumericalError for scores that are not finite.
     """
-    if not torch.isfinite(scores).all():
-        raise NumericalError(
-            "the network's outputs are not finite numbers: its weights or BatchNorm statistics overflow on these images"
-        )
+    require_finite(scores)
     mine, numbers = truth[own_rows(place)], torch.arange(scores.shape[1], device=scores.device)
     own = scores.gather(1, mine[:, None])
     ahead = ((scores > own) | ((scores == own) & (numbers < mine[:, None]))).sum(1)
     # argmax on a GPU takes any of equal scores.
     first = torch.where(scores == scores.amax(1, keepdim=True), numbers, scores.shape[1]).amin(1)
-    confusion = sum_over_ranks(confusion_of(first, mine, scores.shape[1]))
-    metrics = {"top1": share_right(confusion)}
+    predicted = of_all_ranks(first, len(truth), place)
+    metrics = {"top1": share_right(predicted, truth)}
     if scores.shape[1] > 5:
         metrics["top5"] = sum_over_ranks((ahead < 5).sum()).item() / len(truth)
-    return Measured(metrics, len(truth), setting, notes, confusion)
+    return Measured(metrics, len(truth), setting, notes, predicted, truth)
 
 
-def confusion_of(predicted: Tensor, truth: Tensor, num_classes: int) -> Tensor:
-    """Return how many images of each class (a row) are predicted as each (a column), (C, C) int64."""
-    counts = torch.bincount(truth * num_classes + predicted, minlength=num_classes**2)
-    return counts.view(num_classes, num_classes)
+def require_finite(*outputs: Tensor) -> None:
+    """Raise NumericalError unless all values of `outputs` are finite numbers."""
+    if not all(torch.isfinite(rows).all() for rows in outputs):
+        raise NumericalError(
+            "the network's outputs are not finite numbers: its weights or BatchNorm statistics overflow on these images"
+        )
 
 
-def share_right(confusion: Tensor) -> float:
-    """Return the accuracy that a confusion matrix (C, C) has."""
-    return int(confusion.trace()) / int(confusion.sum())
+def of_all_ranks(own: Tensor, count: int, place: Place) -> Tensor:
+    """Return the rows of all ranks, (count,), in order; each has those of `own_rows`."""
+    rows = own.new_zeros(count)
+    rows[own_rows(place)] = own
+    return sum_over_ranks(rows)
 
 
-def per_class(confusion: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
+def share_right(predicted: Tensor, truth: Tensor) -> float:
+    """Return the share of equal entries, an accuracy."""
+    return int((predicted == truth).sum()) / len(truth)
+
+
+def per_class(predicted: Tensor, truth: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return what a result records of each class that has images: their number, accuracy, and predicted classes."""
-    found = {}
-    for name, row in zip(classes, confusion.tolist(), strict=True):
-        if count := sum(row):
-            predicted = {other: n for other, n in zip(classes, row, strict=True) if n}
-            accuracy = predicted.get(name, 0) / count
-            found[name] = {"images": count, "accuracy": accuracy, "predicted": predicted}
+    pairs, counts = torch.stack([truth, predicted]).unique(dim=1, return_counts=True)  # sorted
+    found: dict[str, dict[str, Any]] = {}
+    for true, other, count in zip(*pairs.tolist(), counts.tolist()):
+        of = found.setdefault(classes[true], {"images": 0, "accuracy": 0.0, "predicted": {}})
+        of["images"] += count
+        of["predicted"][classes[other]] = count
+    for name, of in found.items():
+        of["accuracy"] = of["predicted"].get(name, 0) / of["images"]
     return found
 
 

@@ -32,14 +32,24 @@ LENGTHS = torch.tensor([[9.0], [1], [5], [0.1], [3]])
         ([1], circle(0, 80, 81), [0, 1, 1], {"k": 3}, [1]),
         ([1], circle(0, 80, 81), [0, 1, 1], {"k": 3, "weighted": True}, [0]),
         ([0], circle(1, 2), [1, 1], {"k": 10}, [1]),
+        ([0], circle(9, 9), [1 << 40, 1 << 39], {"k": 2}, [1 << 39]),
         ([0], circle(174, 137), [2, 3], {"k": 2}, [3]),
         ([0], circle(174, 137), [2, 3], {"k": 2, "weighted": True}, [3]),
     ],
-    ids=["majority", "tie", "whole votes", "weighted", "k above N", "all opposite", "all opposite, weighted"],
+    ids=[
+        "majority",
+        "tie",
+        "whole votes",
+        "weighted",
+        "k above N",
+        "tie of all",
+        "all opposite",
+        "all opposite, weighted",
+    ],
 )
 def test_knn_predict_cases_by_hand(queries, supports, labels, options, wanted):
-    """Lengths of vectors do not count, ties go to the more similar class, and a class without a neighbor never wins."""
-    found = knn_predict(circle(*queries), supports, torch.tensor(labels), 5, **options)
+    """Lengths of vectors do not count, ties go to the more similar class, and no memory depends on their number."""
+    found = knn_predict(circle(*queries), supports, torch.tensor(labels), **options)
     assert found.tolist() == wanted
 
 
@@ -47,14 +57,14 @@ def test_knn_predict_does_not_depend_on_the_chunks():
     generator = torch.Generator().manual_seed(0)
     queries, supports = (torch.randn(n, 7, generator=generator) for n in (50, 30))
     labels = torch.randint(0, 4, (30,), generator=generator)
-    whole = knn_predict(queries, supports, labels, 4)
-    assert torch.equal(knn_predict(queries, supports, labels, 4, chunk_size=7), whole)
+    whole = knn_predict(queries, supports, labels)
+    assert torch.equal(knn_predict(queries, supports, labels, chunk_size=7), whole)
 
 
 def test_knn_predict_agrees_with_the_authors_vectors():
     v = load_vectors("vectors_npi")
     query, support, labels = (torch.from_numpy(v[name]) for name in ("query", "support", "support_labels"))
-    predicted = knn_predict(query, support, labels, 4, k=10)
+    predicted = knn_predict(query, support, labels, k=10)
     votes = v["knn10_votes"]
     clear = np.sort(votes, 1)[:, -1] > np.sort(votes, 1)[:, -2]
     assert clear.any()

@@ -137,7 +137,7 @@ def test_paws_of_an_unknown_number_of_classes_stays_on_the_gpu():
 def test_nearest_neighbors_stay_on_the_gpu():
     with fake_card(), Watch() as watch:
         queries, supports = (torch.empty(rows, 16, device=CARD) for rows in (2500, 40))
-        found = knn_predict(queries, supports, torch.arange(40, device=CARD) // 4, 10)
+        found = knn_predict(queries, supports, torch.arange(40, device=CARD) // 4)
         assert found.shape == (2500,) and found.device == CARD
     assert watch.mixed == []
 

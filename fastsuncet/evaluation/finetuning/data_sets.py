@@ -17,7 +17,7 @@ from fastsuncet.config import Config
 from fastsuncet.data.dataset import rank_0_first
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.mean_ap import mean_average_precision
-from fastsuncet.evaluation.scoring import confusion_of, per_class, share_right
+from fastsuncet.evaluation.scoring import per_class, share_right
 from fastsuncet.paths import typed_path
 from pipelines.datasets.cifar import cifar
 from pipelines.datasets.index import ImageIndex
@@ -78,8 +78,7 @@ def open_task(name: str, config: Config, place: Place) -> TransferTask:
 def top1(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> tuple[float, dict[str, Any]]:
     """Return the fraction of images whose highest logit is their class's; of equal logits the first counts."""
     predicted, truth = torch.from_numpy(logits.argmax(1)), torch.from_numpy(index.labels[numbers])
-    confusion = confusion_of(predicted, truth, len(index.classes))
-    return share_right(confusion), per_class(confusion, index.classes)
+    return share_right(predicted, truth), per_class(predicted, truth, index.classes)
 
 
 def mean_ap(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> tuple[float, dict[str, Any]]:

@@ -20,7 +20,7 @@ from fastsuncet.evaluation.features import embed_views, outputs
 from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.linear import ROWS, fit_on_ranks
-from fastsuncet.evaluation.scoring import examples, labeled, measured, own_rows
+from fastsuncet.evaluation.scoring import examples, labeled, measured, own_rows, share_right
 
 # BatchNorm's statistics are stale where torch's initial 0 and 1 weigh more than this. After 10 updates they weigh a
 # third, and |h|^2 of training crops was 18 times that with statistics of the crops (after 80 updates 1.07 times): the
@@ -66,8 +66,8 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
         accuracies["linear"] = measured(scores, shown.truth, place, {}).metrics["top1"]
         crops = embed_views(network, images.train, chosen, 1, config, place)[:, 0]
         for name, supports in (("knn", shown.features), ("knn_random_crops", crops)):
-            votes = knn_predict(shown.queries, supports, labels, count, k=config.evaluation.knn_k)
-            accuracies[name] = (votes == shown.truth).double().mean().item()
+            votes = knn_predict(shown.queries, supports, labels, k=config.evaluation.knn_k)
+            accuracies[name] = share_right(votes, shown.truth)
     if stale:
         network = with_fresh_statistics(network, images, config, place, steps)
     if stale or start is None:

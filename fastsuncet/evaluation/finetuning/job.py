@@ -226,7 +226,7 @@ class FineTuningJob:
             **({"frozen": frozen} if frozen else {}),
             **({"learned": self.learned} if self.learned else {}),
             "calibration": calibrate(logits, truth)._asdict(),
-            "classes": per_class(outcome.confusion, images.train.classes),
+            "classes": per_class(outcome.predicted, outcome.truth, images.train.classes),
             "run": self.config.run_folder.name,
             "versions": versions(),
         }
