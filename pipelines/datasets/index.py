@@ -170,12 +170,14 @@ class ImageIndex:
         return [f"{len(copies):,} {are}: {first_five(copies)}. {why}: keep one of each"]
 
     def take(self, numbers: np.ndarray) -> "ImageIndex":
-        """Return the index of the images `numbers`, int64, numbered anew in that order."""
-        new_number = {old: new for new, old in enumerate(numbers.tolist())}
+        """Return the index of the images `numbers`, int64, ascending and each once, numbered anew."""
+        new_number = (
+            {old: new for new, old in enumerate(numbers.tolist())} if self.bad or self.changed else {}
+        )
         rows = {key: getattr(self, key) for key in ("labels", "sizes", "pixels", "stamps", "presence")}
         return replace(
             self,
-            files=Names.of(self.name(i) for i in new_number),
+            files=self.files.take(numbers),
             **{key: None if array is None else array[numbers] for key, array in rows.items()},
             bad={new_number[i]: reason for i, reason in self.bad.items() if i in new_number},
             changed=tuple(new_number[i] for i in self.changed if i in new_number),

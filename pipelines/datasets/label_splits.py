@@ -15,7 +15,7 @@ import torch
 
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.string_table import Names, leaves_root, listed_lines
+from pipelines.datasets.string_table import leaves_root, listed_lines
 from pipelines.output import first_five
 
 # The lists of SimCLR's authors, which SuNCEt's reuse, named there by the share that is *not* labeled (99 and
@@ -83,7 +83,7 @@ def _split(index: ImageIndex, chosen: np.ndarray, source: str) -> Split:
     return Split(
         indices=chosen,
         per_class=np.bincount(index.labels[chosen], minlength=len(index.classes)),
-        fingerprint=hashlib.sha256(Names.of(index.name(i) for i in chosen).lines.data).hexdigest(),
+        fingerprint=hashlib.sha256(index.files.take(chosen).lines.data).hexdigest(),
         source=source,
     )
 

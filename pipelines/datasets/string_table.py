@@ -54,6 +54,12 @@ class Names(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         return (os.fsdecode(line[:-1]) for line in io.BytesIO(self.lines.data))
 
+    def take(self, numbers: np.ndarray) -> "Names":
+        """Return the names at `numbers`, int64, ascending and each once."""
+        chosen = np.zeros(len(self), bool)
+        chosen[numbers] = True
+        return Names(self.lines[np.repeat(chosen, np.diff(self._ends, prepend=-1))])
+
     def right_aligned(self, indices: np.ndarray) -> np.ndarray:
         """Return the names at `indices`, int (B,), as the rows of a uint8 array as wide as the longest one of them.
 

@@ -55,7 +55,9 @@ def test_names_behave_like_the_list_they_were_made_of(names):
     assert list(packed) == names == [packed[i] for i in range(len(names))] == packed[:]
     assert [packed[-i] for i in range(1, len(names) + 1)] == names[::-1]
     assert packed[1:-1:2] == names[1:-1:2]
-    assert list(Names(packed.lines)) == names
+    assert (
+        list(Names(packed.lines)) == names and list(packed.take(np.arange(1, len(names), 3))) == names[1::3]
+    )
     for outside in (len(names), -len(names) - 1):
         with pytest.raises(IndexError):
             packed[outside]
