@@ -115,7 +115,7 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
     members["shard"] = np.repeat(np.arange(len(paths)), [len(scan.names) for scan in scans])
     if not len(members):
         raise DataError(f"{paths[0]} and the {len(paths) - 1} other shards hold no image (KEY.jpg, KEY.png)")
-    labels = np.array([label for scan in scans for label in scan.labels], np.int64)
+    labels = np.concatenate([scan.labels for scan in scans])
     pack = Shards(paths, stamps, members)
 
     def size_of(i: int) -> tuple[int, int]:
@@ -125,9 +125,15 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
             return image_size(pack.read(i), upright=upright)
 
     sizes, bad = read_sizes(size_of, len(members))
-    names = (f"{path.relative_to(root)}/{name}" for path, scan in zip(paths, scans) for name in scan.names)
+    # Names in bytes, shard by shard: as strings, those of ImageNet would be 300 MB.
+    names = [
+        Names.of(f"{path.relative_to(root)}/{name}" for name in scan.names).lines
+        for path, scan in zip(paths, scans)
+    ]
     classes = class_numbers(int(labels.max()) + 1)
-    return ImageIndex(root, Names.of(names), labels, classes, sizes, bad=bad, pack=pack, upright=upright)
+    return ImageIndex(
+        root, Names(np.concatenate(names)), labels, classes, sizes, bad=bad, pack=pack, upright=upright
+    )
 
 
 def _require_same_images(folder: Path, packed: ImageIndex, like: ImageIndex) -> None:

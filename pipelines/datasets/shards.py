@@ -25,7 +25,7 @@ import numpy as np
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import EXTENSIONS, stamp
-from pipelines.datasets.string_table import leaves_root, links_out
+from pipelines.datasets.string_table import Names, leaves_root, links_out
 
 # Where an image lies: the number of its shard, and bytes in it. Length 0: an image that was bad when it was packed.
 # crc32 of the bytes, -1 where the shard has none.
@@ -153,8 +153,8 @@ def require_inside(paths: Sequence[Path], root: Path) -> None:
 class Scan(NamedTuple):
     """What the headers of a shard say, image by image."""
 
-    names: list[str]
-    labels: list[int]  # -1: no KEY.cls
+    names: Names
+    labels: np.ndarray  # int64 (n,); -1: no KEY.cls
     members: np.ndarray  # MEMBER (n,); `shard` is 0
     left_out: list[str]  # names like "a.b.jpg", which is the field "b.jpg" of the key "a"
 
@@ -169,7 +169,8 @@ def scan_shard(path: Path) -> Scan:
             _HeaderReader(io.FileIO(path)) as file,
             tarfile.open(fileobj=file, mode="r:", errorlevel=2) as tar,
         ):
-            for member in tar:
+            for member in iter(tar.next, None):
+                tar.members.clear()  # tarfile keeps a kilobyte of each
                 file.allowed = _HEADER_BYTES
                 name = member.name.removeprefix("./")
                 if member.isdir():
@@ -199,8 +200,8 @@ def scan_shard(path: Path) -> Scan:
     except (tarfile.TarError, ValueError, OverflowError) as error:
         raise DataError(f"the shard {path} cannot be used: {error}. {REMEDY}") from error
     members = np.array([member for _, member in images.values()], MEMBER)
-    names = [name for name, _ in images.values()]
-    return Scan(names, [labels.get(key, -1) for key in images], members, left_out)
+    names = Names.of(name for name, _ in images.values())
+    return Scan(names, np.array([labels.get(key, -1) for key in images], np.int64), members, left_out)
 
 
 def _require_end(file: int, end: int) -> None:

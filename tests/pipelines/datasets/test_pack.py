@@ -252,7 +252,9 @@ def test_reads_in_pieces_are_joined_and_failed_ones_named(index, pack, monkeypat
     monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 100), start))
     assert len(whole) > 250 and packed.content(3) == whole
     monkeypatch.setattr(os, "pread", lambda file, length, start: pread(file, min(length, 1), start))
-    assert scan_shard(tar_of(pack / "foreign.tar", ("1.jpg", b"image"), ("1.cls", b"12"))).labels == [12]
+    assert scan_shard(
+        tar_of(pack / "foreign.tar", ("1.jpg", b"image"), ("1.cls", b"12"))
+    ).labels.tolist() == [12]
     monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(DataError, match=r"00000\d\.tar cannot be read: Input/output error"):
         packed.content(3)
