@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
@@ -63,6 +64,15 @@ def test_embed_views_does_not_depend_on_batch_or_number_of_views(colors):
     one = embed_views(MeanColor(), images.train, chosen, 1, config, ALONE)
     assert torch.equal(one[:, 0], two[:, 0])
     assert not torch.equal(two[:, 0], two[:, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_outputs_of_an_encoder_of_another_dtype_are_float32(colors, dtype):
+    config, images = colors
+    encoder, chosen = build_model("resnet_tiny", seed=1).encoder, np.arange(5)
+    rows = outputs(encoder, images.train, chosen, config, ALONE)
+    other = outputs(encoder.to(dtype), images.train, chosen, config, ALONE)
+    assert other.dtype == torch.float32 and F.cosine_similarity(rows, other).min() > 0.999
 
 
 class Extremes(nn.Module):
