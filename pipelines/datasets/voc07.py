@@ -51,6 +51,11 @@ def voc07(root: str | Path, *parts: str) -> ImageIndex:
     return replace(index, presence=np.concatenate([presence for _, presence in lists.values()]))
 
 
+def part_size(root: str | Path, part: str) -> int:
+    """Return the number of images of one part, from a list of it. Raises DataError as `voc07`."""
+    return len(_read_list(_list(_folder(Path(root).expanduser()), CLASSES[0], part)))
+
+
 def _folder(root: Path) -> Path:
     for folder in (root / "VOCdevkit" / "VOC2007", root / "VOC2007", root):
         if (folder / "ImageSets" / "Main").is_dir():

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastsuncet.checkpoint.run_folder import on_every_rank
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import rank_0_first
 from fastsuncet.distributed.place import Place
@@ -22,7 +23,7 @@ from fastsuncet.paths import typed_path
 from pipelines.datasets.cifar import cifar
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import draw_held_out, labeled_split
-from pipelines.datasets.voc07 import voc07
+from pipelines.datasets.voc07 import part_size, voc07
 
 # Takes logits (N, classes), and the index and N numbers of their images; returns the metric, and what a result says of
 # each class.
@@ -67,7 +68,7 @@ def open_task(name: str, config: Config, place: Place) -> TransferTask:
 
     images, test = opened("train", "val"), opened("test")
     if voc:
-        validation = np.arange(len(opened("train")), len(images))
+        validation = np.arange(on_every_rank(lambda: part_size(root, "train")), len(images))
     else:  # the same images whatever the run's seed
         validation = draw_held_out(images, labeled_split(images, "all"), t.validation, seed=0)
     train = np.setdiff1d(np.arange(len(images)), validation)

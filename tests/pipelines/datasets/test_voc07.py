@@ -7,7 +7,7 @@ import pytest
 
 from pipelines.data_errors import DataError
 from pipelines.datasets.index_file import load_index, save_index
-from pipelines.datasets.voc07 import CLASSES, voc07
+from pipelines.datasets.voc07 import CLASSES, part_size, voc07
 from tests.support.streams import evaluation
 from tests.support.voc import write_voc
 
@@ -28,6 +28,7 @@ def test_voc07_parts_have_their_images_and_presence(tmp_path):
     assert len(CLASSES) == 20 and list(CLASSES) == sorted(CLASSES)
     for parts in (["train"], ["val"], ["test"], ["train", "val"]):
         index = voc07(tmp_path, *parts)
+        assert sum(part_size(tmp_path, part) for part in parts) == len(index)
         assert np.array_equal(index.presence, np.concatenate([presence[part] for part in parts]))
         assert index.presence.dtype == np.int8
         assert set(index.presence.ravel().tolist()) == {1, 0, -1}
