@@ -15,7 +15,7 @@ from fastsuncet.data.dataset import in_memory
 from fastsuncet.data.image_files import (
     image_root,
     index_path,
-    pack_index_path,
+    kept_index,
     packed_index,
     scanned,
     with_labels,
@@ -46,12 +46,10 @@ def check_config(config: Config) -> None:
     device = "cpu" if config.meta.device == "cpu" or data.backend == "torchvision" else _device()
     options = {"backend": data.backend, "device": device, "threads": decode_threads(data.decode_threads)}
     options["megapixels"] = data.max_megapixels
-    if data.pack is not None:
-        train, kept = packed_index(config, scan=True), pack_index_path(config)
-        if not kept.exists():
-            kept = None  # the pack holds its index; those of other programs' shards are kept here
-    else:
-        train, kept = scanned(config, train=True), index_path(config, image_root(config, train=True), True)
+    train = scanned(config, train=True) if data.pack is None else packed_index(config, scan=True)
+    kept = kept_index(config)
+    if data.pack is not None and not kept.exists():
+        kept = None  # the pack holds its index; those of other programs' shards are kept here
     # The index of a CSV's images is kept without its labels, which can change while the pixels do not.
     labeled = with_labels(config, train)
     parts = [(train, kept)]

@@ -136,6 +136,13 @@ def index_path(config: Config, folder: Path, train: bool) -> Path:
     return _beside_runs(config, folder.name, f"{role}:{os.path.realpath(folder)}")
 
 
+def kept_index(config: Config) -> Path:
+    """Return where the index of the training images is kept, if they are no pack with an index of its own."""
+    if config.data.pack is not None:
+        return pack_index_path(config)
+    return index_path(config, image_root(config, train=True), True)
+
+
 def pack_index_path(config: Config) -> Path:
     """Return where the index of data.pack is kept, if it has none of its own."""
     return _beside_runs(config, "pack", f"pack:{typed_path(config.data.pack).absolute()}")

@@ -11,10 +11,12 @@ from fastsuncet.commands import init
 from fastsuncet.commands.init import survey
 from fastsuncet.commands.init.rules import Machine, Survey, Weights, choose
 from fastsuncet.config import load_config
+from fastsuncet.data.dataset import open_images
 from fastsuncet.errors import ConfigError
 from fastsuncet.models import timm_backbone
 from fastsuncet.models.resnet import build_model
 from tests.support.archives import tar_of
+from tests.support.colors import ALONE
 from tests.support.exports import save_run
 from tests.support.pictures import write_image, write_images
 
@@ -124,8 +126,11 @@ def run(*words: str) -> int:
         ("labeled shards", "kind: image_folder"),
     ],
 )
-def test_init_writes_a_config_that_passes_a_dry_run(photos, capsys, layout, expected):
-    """It lies in another folder than the one that the command is started in, and than the images."""
+def test_init_writes_a_config_that_passes_a_dry_run(photos, capsys, monkeypatch, layout, expected):
+    """It lies in another folder than the one that the command is started in, and than the images.
+
+    A run reads the index that init has kept; it scans no image again.
+    """
     labels = ["--labels", "labels.csv"] if layout == "csv" else []
     if layout in ("classes", "split"):
         for i, path in enumerate(sorted(photos.glob("*.jpg"))):
@@ -147,8 +152,14 @@ def test_init_writes_a_config_that_passes_a_dry_run(photos, capsys, layout, expe
     assert f"then     fastsuncet {then} configs/mine.yaml" in said
     text = Path("configs/mine.yaml").read_text()
     assert expected in text
+    config = load_config("configs/mine.yaml")
+    assert (config.data.split.kind == "none") == (layout in ("flat", "shards"))
+    with monkeypatch.context() as patch:
+        for scan in ("folders.with_headers", "pack.scan_shard"):
+            patch.setattr(f"pipelines.datasets.{scan}", None)
+        images = open_images(config, ALONE, validation=False)
+        assert len(images.train) == (8 if layout == "split" else 12) and images.train.upright
     assert cli.main(["train", "configs/mine.yaml", "--dry-run", "data.backend=torchvision"]) == 0
-    assert (load_config("configs/mine.yaml").data.split.kind == "none") == (layout in ("flat", "shards"))
 
 
 def test_init_names_what_it_leaves_out(photos, capsys):

@@ -10,19 +10,22 @@ from fastsuncet.commands.init import survey
 from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, parse
+from fastsuncet.data.image_files import kept_index
 from fastsuncet.data.learned_labels import held_out_of
 from fastsuncet.distributed.place import expected_ranks
 from fastsuncet.errors import ConfigError
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
+from pipelines.datasets.index_file import save_index
 from pipelines.output import say_line
 
 
 def init(folder: Path, labels: Path | None, hours: float, weights: str | None, output: Path) -> None:
     """Write a config for the images in `folder` to the new file `output`; print the plan and the next command.
 
-    Nothing is written unless all of it is sound. Raises ConfigError for an output that exists and for hours, weights or
-    images that no config fits, DataError for images and labels that cannot be read.
+    Nothing is written unless all of it is sound. The index of the images is kept for the runs. Raises ConfigError for
+    an output that exists and for hours, weights or images that no config fits, DataError for images and labels that
+    cannot be read.
     """
     with disk_errors(output, "--output"):
         if atomic_files.exists(output):
@@ -33,7 +36,10 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
         raise ConfigError(
             f"the folder {output.parent} does not exist: make it first, or give another --output"
         )
-    text, _, plan, found = make(folder, labels, hours, weights, output)
+    text, config, plan, found = make(folder, labels, hours, weights, output)
+    # An older index can know more: `fastsuncet data check` decodes the images.
+    if found.index is not None and not (kept := kept_index(config)).exists():
+        save_index(found.index, kept)
     with disk_errors(output, "--output"):
         atomic_files.replace(output, text.encode())
     values = {choice.key: choice.value for choice in plan.choices}

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastsuncet.errors import ConfigError
 from fastsuncet.models.flops import memory_estimate, network_cost
+from pipelines.datasets.index import ImageIndex
 
 SIZES = (224, 160, 128, 96, 64, 48, 32)  # of a view, in pixels
 SMALL = 40  # images of fewer pixels have the networks' stem for small images, and no published weights
@@ -42,6 +43,7 @@ class Survey:
     read_seconds: float  # of one thread, to read and decode one image
     validation: str | None = None  # folder of validation images, or a CSV
     bad: int = 0  # images whose header cannot be read
+    index: ImageIndex | None = None  # that the runs can begin with; a pack has its own
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ def look(folder: Path, labels: Path | None) -> Survey:
         data |= {"kind": "image_folder", "train": train}
     else:
         index = image_tree(folder, upright=True)
+    scanned = None if (folder / INDEX).is_file() else index
     if labels is not None:
         index = with_csv_labels(index, labels)
         data |= {"kind": "csv", "csv": str(labels)}
@@ -70,6 +71,7 @@ def look(folder: Path, labels: Path | None) -> Survey:
         read_seconds=_read_seconds(index, good),
         validation=validation,
         bad=len(index.bad),
+        index=scanned,
     )
 
 
