@@ -20,6 +20,7 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import leaves_root, listed_lines
 
 _SHOWN = 20  # wrong lines that a message shows; the rest are counted
+_DEEPEST = 30  # folders of a wrong name that are compared with those of an image
 _SEPARATORS = (",", ";", "\t")  # a spreadsheet writes semicolons where the decimal sign is a comma
 
 
@@ -92,30 +93,19 @@ def _meant(files: Iterable[str], missing: Sequence[str]) -> dict[str, list[str]]
     form, spaces around it and an ending that it lacks.
     """
 
-    def parts(name: str) -> list[str]:
-        return plain(name).strip().replace("\\", "/").split("/")[::-1]
+    def ends(name: str) -> list[str]:
+        """Return the last part, the last two, ..."""
+        parts = plain(name).strip().replace("\\", "/").split("/")[-_DEEPEST:]
+        return ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
 
-    # Last part -> part before it -> ...; under None the first files that end so, one more than can be meant.
-    tree: dict = {}
-    for name in missing:
-        node = tree
-        for part in parts(name):
-            node = node.setdefault(part, {None: []})
+    found: dict[str, list[str]] = {end: [] for name in missing for end in ends(name)}
     for file in files if missing else ():
-        last, *folders = parts(file)
-        for key in {last, os.path.splitext(last)[0]}:
-            node = tree
-            for part in (key, *folders):
-                if (node := node.get(part)) is None:
-                    break
-                node[None] = [*node[None], file][:4]
+        for end in {*ends(file), *ends(os.path.splitext(file)[0])} & found.keys():
+            found[end] = [*found[end], file][:4]
 
     def nearest(name: str) -> list[str]:
-        node, found = tree, []
-        for part in parts(name):
-            node = node[part]
-            found = node[None] or found
-        return found if len(found) <= 3 else []
+        alike = next((found[end] for end in reversed(ends(name)) if found[end]), [])
+        return alike if len(alike) <= 3 else []
 
     return {name: nearest(name) for name in missing}
 
