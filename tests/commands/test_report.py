@@ -198,11 +198,37 @@ def test_read_runs_takes_lines_of_metrics_that_hold_anything():
     assert {point.metrics["knn"] for point in curve.points} == {0.5}
 
 
+def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypatch):
+    monkeypatch.setattr(reports, "_draw", lambda *_: [])
+    runs = [make_run(Path("runs"), "simclr", 0.5, 0.6, suncet=False)]
+    other = ["data.kind=image_folder", "data.root=photos", "data.download=false"]
+    runs.append(make_run(Path("runs"), "photos", 0.5, 0.6, overrides=other))
+    for run in runs:
+        result(run, 10, 0.5, kind="transfer")
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 4, "kind": "knn", **KNN}) + "\n")
+    runs.append(make_run(Path("runs"), "ranked"))
+    result(runs[2], 10, 0.5, kind="transfer", metrics={"map11": 0.5})
+    Path("runs", "indices").mkdir()
+    Path("runs", "demo.json").touch()
+    text = report(sorted(Path("runs").iterdir()), Path("out")).read_text()
+    evaluations = [line.split(" | ")[2] for line in text.splitlines() if line.startswith("| SimCLR")]
+    assert evaluations == ["fine-tuning, data=photos", "transfer", "transfer", "fine-tuning, data=digits"]
+    for said in (
+        "Nothing to compare: a baseline and a method of the same images, evaluated alike, are needed.",
+        "left out, no folder of a run: runs/demo.json, runs/indices.",
+        "runs/ranked: not shown, it was not measured by top1; --metric takes its map11.",
+    ):
+        assert f"\n{said}\n" in text
+    knn = report(runs[:2], Path("out"), metrics=["knn"]).read_text()
+    assert "training, data=digits |" in knn and "Nothing to compare" in knn
+
+
 def test_report_refuses_with_a_message_and_writes_nothing(runs, capsys):
     for words, code, said in (
         ([RUNS[0], "--metric", "map11"], 2, "measured by --metric map11; there is knn, rankme, top1"),
         (["nowhere"], 3, "nowhere does not exist"),
         (["runs"], 3, "holds no config.yaml"),
+        ([RUNS[0], "--baseline", "runs"], 3, "holds no config.yaml"),
         (["runs/empty"], 3, "nothing was evaluated yet"),
         ([], 2, "which runs?"),
         (["--paper", "fig99"], 2, "there is imagenet-10pct, imagenet-1pct"),

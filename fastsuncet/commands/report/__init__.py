@@ -13,7 +13,7 @@ from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.report import paper, tables
 from fastsuncet.commands.report.compute_saved import Saving, savings
 from fastsuncet.commands.report.curves import KNN, Curve, Panel, arrange, choose_metrics, join_lengths
-from fastsuncet.commands.report.reading import read_runs
+from fastsuncet.commands.report.reading import read_config, read_runs
 from fastsuncet.metrics.rankme import RANKS
 from fastsuncet.metrics.writer import csv_table
 from fastsuncet.versions import drawing_problem
@@ -50,6 +50,8 @@ def report(
     where there is nothing to report, ConfigError for a metric or figure that does not exist, CheckpointError if the
     disk refuses.
     """
+    if baseline:
+        read_config(baseline)
     named: dict[Path, Path] = {}
     for run in [*runs, *([baseline] if baseline else [])]:
         named.setdefault(run.resolve(), run)
@@ -65,6 +67,14 @@ def report(
     published = [curve for name in figures for curve in paper.curves(name)]
     panels = arrange([*curves, *_next_to_runs(curves, published, notes)], str(baseline) if baseline else None)
     chosen = choose_metrics(panels, metrics, ("top1", KNN) if runs else ("top1",))
+    measured: dict[str, set[str]] = {}
+    for curve in curves:
+        measured.setdefault(curve.run, set()).update(*(point.metrics for point in curve.points))
+    notes += [
+        f"{run}: not shown, it was not measured by {', '.join(chosen)}; --metric takes its {', '.join(sorted(names))}"
+        for run, names in measured.items()
+        if names.isdisjoint(chosen)
+    ]
     groups = [(panel, group) for panel in panels for group in panel.groups]
     notes += [f"{g.name}, {p.measurement}: {note}" for p, g in groups if (note := g.uneven(chosen[0]))]
     if not runs and not metrics and "top5" not in chosen:
@@ -134,5 +144,5 @@ def _saved_section(panels: list[Panel], found: list[Saving], named_baseline: boo
         if panel.baseline is None and len(panel.groups) > 1:
             lines += [f"{panel.measurement}: {why}.", ""]
     if len(lines) == 2:
-        lines += ["Nothing to compare: a baseline and a method, evaluated alike, are needed.", ""]
+        lines += ["Nothing to compare: a baseline and a method of the same images, evaluated alike, are needed.", ""]
     return lines

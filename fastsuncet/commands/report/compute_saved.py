@@ -90,7 +90,7 @@ def savings(panel: Panel, metric: str) -> list[Saving]:
         return []
     mean = [] if base.uneven(metric) else [(p.costs, p.mean(metric)) for p in base.common(metric)]
     runs = {c.seed: [(p.costs, p.metrics[metric]) for p in c.at_steps(metric)] for c in base.curves}
-    rivals = [group for group in panel.groups if group is not base and group.published == base.published]
+    rivals = [group for group in panel.groups if base.rivals(group)]
     found = []
     for group, cost, rule in itertools.product(rivals, MEASURED, RULES):
         for curve in group.curves:

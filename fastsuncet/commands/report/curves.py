@@ -102,6 +102,11 @@ class Group:
         """Whether this is the paper's."""
         return self.curves[0].published
 
+    def rivals(self, other: "Group") -> bool:
+        """Return whether the cost of the two can be compared: both the paper's or none, of the same images."""
+        images = [(each.published, dict(each.curves[0].settings).get("data")) for each in (self, other)]
+        return other is not self and images[0] == images[1]
+
     def common(self, metric: str) -> list[Seeds]:
         """Return the steps at which all seeds were evaluated by `metric`, ascending."""
         tables = [{p.step: p for p in curve.at_steps(metric)} for curve in self.curves]

@@ -130,8 +130,8 @@ def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str
         if seeds > 1:
             thick = 0 if len(x) > 1 else 4  # the band of a single checkpoint is a line
             axes.fill_between(x, values.min(1), values.max(1), color=color, alpha=0.18, lw=thick, zorder=2)
-        # The paper's runs and the user's are not compared; a first checkpoint that is good enough is no crossing.
-        if base is None or best is None or group is base or group.published != base.published:
+        # A first checkpoint that is good enough is no crossing.
+        if base is None or best is None or not base.rivals(group):
             continue
         if mean[0] < best and (at := crossing(x, mean.tolist(), best, linear=True)) is not None:
             axes.plot([at], [best], color="black", zorder=4, label="first as good, interpolated", **CROSSED)

@@ -25,10 +25,10 @@ from fastsuncet.commands.report.reading import (
     home_of,
     measurement_of,
     numbers,
-    require_run,
+    read_config,
     variant,
 )
-from fastsuncet.config import Config, flat, load_config
+from fastsuncet.config import Config, flat
 from fastsuncet.config.schema import DEFAULTS
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics import writer
@@ -101,8 +101,7 @@ def watch(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> N
 
 def as_html(run: Path, *, refresh: bool = False) -> str:
     """Return the page of the run in folder `run`. All text is escaped."""
-    require_run(run)
-    config, status = load_config(run / "config.yaml"), atomic_files.read_object(run / "status.json")
+    config, status = read_config(run), atomic_files.read_object(run / "status.json")
     lines = writer.read(run / writer.JSONL) if (run / writer.JSONL).is_file() else []
     of = {kind: [line for line in lines if line["kind"] == kind] for kind in ("chosen", "train", "knn")}
     of |= {kind: [numbers(line) for line in of[kind]] for kind in ("train", "knn")}

@@ -13,11 +13,13 @@ from typing import Any
 from fastsuncet.checkpoint.manager import FOLDER as CHECKPOINTS
 from fastsuncet.commands.report.curves import COSTS, KNN, ONLINE, Curve, Measurement, Point, labels_text
 from fastsuncet.config import FREE_ON_RESUME, Config, flat, load_config
+from fastsuncet.config.rules import FILES
 from fastsuncet.metrics import writer
 from fastsuncet.metrics.rankme import RANKS
 from fastsuncet.metrics.results import read_results, tuning_of
 from fastsuncet.training import methods
 from pipelines.data_errors import DataError
+from pipelines.output import first_five
 
 FINETUNED, EXPORTS = "finetune", "export"  # the folders of a run's fine-tuned and of its exported encoders
 # In a result's "setting", but not chosen for the evaluation.
@@ -33,14 +35,20 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     """Return the curves of the runs in these folders, one for each encoder's run and measurement, and notes on them.
 
     An encoder of another run that was evaluated here keeps its own name and method. Several results of one checkpoint
-    in one measurement differ in their seed: their mean is taken. A run without results gives a note. Raises DataError
-    for a folder that is no run's, ConfigError for a config.yaml that is not one, CheckpointError for a damaged result.
+    in one measurement differ in their seed: their mean is taken. A run without results gives a note, and so does what
+    is no run. Raises DataError for what does not exist and where nothing is a run, ConfigError for a config.yaml that
+    is not one, CheckpointError for a damaged result.
     """
-    for run in runs:
-        require_run(run)
-    records = {run: read_results(run) for run in runs}
+    others = [run for run in runs if run.exists() and not (run / "config.yaml").is_file()]
+    # `runs/*` names the folder of the indices too.
+    configs = {run: read_config(run) for run in runs if run not in others or others == list(runs)}
+    records = {run: read_results(run) for run in configs}
+    for run, found in records.items():
+        for setting in (record["setting"] for record in found if record["kind"] != "transfer"):
+            setting["data"] = setting.pop("validation", data_set(configs[run]))
     # Over all runs: a setting that differs in one of them makes two measurements in all of them.
     splitting, notes = compare_settings([record for found in records.values() for record in found])
+    data_sets = len(set(map(data_set, configs.values())))
     homes: dict[Path, tuple[str, str, Config | None]] = {}  # (name, method, config) of each encoder's run
     table: dict[tuple[Path, Measurement], dict[int | None, list[Point]]] = {}
 
@@ -48,7 +56,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         table.setdefault((Path(home).resolve(), measurement), {}).setdefault(made.step, []).append(made)
 
     for run, found in records.items():
-        config = load_config(run / "config.yaml")
+        config = configs[run]
         homes.setdefault(run.resolve(), (str(run), methods.name(config), config))
         for record in found:
             kind, home, one = measurement_of(record), home_of(record, run, config), record["encoder"]
@@ -63,7 +71,8 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
             made = point(one.get("step"), one.get("epoch"), one.get("ledger") or {}, dict(record["metrics"]))
             add(home, kind._replace(variant=parts), made)
         for measurement, made in _online(run, config):
-            add(str(run), measurement, made)
+            parts = [measurement.variant, f"data={data_set(config)}" if data_sets > 1 else ""]
+            add(str(run), measurement._replace(variant=", ".join(filter(None, parts))), made)
     curves = []
     for (home, measurement), by_step in table.items():
         name, method, config = homes[home]
@@ -86,8 +95,9 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
             )
         )
     evaluated_runs = {home for home, _ in table}
-    silent = [f"{run}: nothing was evaluated yet" for run in runs if run.resolve() not in evaluated_runs]
-    return curves, silent + notes
+    silent = [f"{run}: nothing was evaluated yet" for run in records if run.resolve() not in evaluated_runs]
+    beside = [f"left out, no folder of a run: {first_five([str(path) for path in others])}"] if others else []
+    return curves, beside + silent + notes
 
 
 def _online(run: Path, config: Config) -> Iterator[tuple[Measurement, Point]]:
@@ -111,14 +121,21 @@ def numbers(line: Json) -> Json:
     return {key: value for key, value in line.items() if type(value) in (int, float)}
 
 
-def require_run(folder: Path) -> None:
-    """Raise DataError for a folder that is no run's."""
+def data_set(config: Config) -> str:
+    """Return the name of the images: a built-in data set's, or that of their folder."""
+    data = config.data
+    return Path(data.pack or data.root or "").name if data.kind in FILES else data.kind
+
+
+def read_config(folder: Path) -> Config:
+    """Return the config of a run. Raises DataError for a folder that is no run's."""
     if not (folder / "config.yaml").is_file():
         exists = "holds no config.yaml, so it is not the folder of a run"
-        what = exists if folder.is_dir() else "does not exist"
+        what = exists if folder.exists() else "does not exist"
         raise DataError(
             f"{folder} {what}. `fastsuncet train` makes one: <logging.folder>/<logging.write_tag>"
         )
+    return load_config(folder / "config.yaml")
 
 
 def measurement_of(record: Json) -> Measurement:
@@ -213,6 +230,6 @@ def experiment(config: Config) -> tuple[tuple[str, Any], ...]:
     """Return the keys and values that define an experiment: without seeds, places, and what changes no result."""
     return tuple(
         (key, str(value))
-        for key, value in sorted(flat(config.canonical()).items())
+        for key, value in [*sorted(flat(config.canonical()).items()), ("data", data_set(config))]
         if not key.endswith("seed") and not any(key == free or key.startswith(f"{free}.") for free in FREE)
     )
