@@ -214,7 +214,7 @@ def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypat
     evaluations = [line.split(" | ")[2] for line in text.splitlines() if line.startswith("| SimCLR")]
     assert evaluations == ["fine-tuning, data=photos", "transfer", "transfer", "fine-tuning, data=digits"]
     for said in (
-        "Nothing to compare: a baseline and a method of the same images, evaluated alike, are needed.",
+        "Nothing to compare: this takes a baseline and a method of the same images, evaluated alike.",
         "left out, no folder of a run: runs/demo.json, runs/indices.",
         "runs/ranked: not shown, it was not measured by top1; --metric takes its map11.",
     ):
