@@ -65,8 +65,9 @@ function save() {
 get("undo").onclick = undo; get("skip").onclick = () => { next(); show(); }; get("save").onclick = save;
 get("add").onclick = add;
 document.onkeydown = event => {
-  if (event.target === get("new")) { if (event.key === "Enter") add(); return; }
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  // Enter can also end a word of an input method.
+  if (event.target === get("new")) { if (event.key === "Enter" && !event.isComposing) add(); return; }
+  if (event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;  // a key held down labels one picture
   const i = keys.indexOf(event.key);
   if (event.key === "u") undo(); else if (event.key === "z") { next(); show(); }
   else if (i >= 0 && i < data.classes.length) give(data.classes[i]);

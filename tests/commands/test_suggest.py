@@ -51,9 +51,9 @@ def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path, browser):
     browser.open(tmp_path / "next.html")
     assert shown() == ["0 of 3 labeled", "a.png", "1cat39%", "2dog61%"]
     assert browser.run("document.getElementById('picture').naturalWidth") == 60
-    browser.press("2")
+    browser.press("2", times=3)
     browser.press("1")
-    browser.press("u")
+    browser.press("u", times=3)
     assert shown() == ["1 of 3 labeled", names[1], "1cat100%", "2dog0%"]
     browser.press("z")
     browser.click("#classes button")

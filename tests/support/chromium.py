@@ -80,10 +80,11 @@ class Chromium:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def press(self, key: str) -> None:
-        """Press and release a key, as a person does."""
+    def press(self, key: str, times: int = 1) -> None:
+        """Press and release a key, as a person does; held down, it comes several `times`."""
         typed = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
-        self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, **typed)
+        for i in range(times):
+            self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, autoRepeat=i > 0, **typed)
         self.ask("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def click(self, selector: str) -> None:
