@@ -114,7 +114,7 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     guesses = []
     if guess and len(np.unique(index.labels[pool[labeled[pool]]])) > 1:
         run = run_of(encoder, config)
-        classifier, _, _ = run_classifier(encoder, config, place, run, skip_bad=True)
+        classifier, _ = run_classifier(encoder, config, place, run, skip_bad=True)
         with torch.inference_mode():
             best = classifier.layer.to(place.device)(features[rows]).softmax(1).topk(2)
         guesses = [

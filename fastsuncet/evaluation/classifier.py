@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import learned
@@ -124,8 +123,7 @@ def best_classifier(
     if found is not None:
         encoder, tuned = found
         return encoder, tuned, describe(tuned)
-    classifier, path, new = run_classifier(encoder, config, place, run, skip_bad=skip_bad)
-    line = f"kept in      {path}" if new else f"from         {path}, fitted before"
+    classifier, line = run_classifier(encoder, config, place, run, skip_bad=skip_bad)
     return encoder, classifier, [line, *describe(classifier)]
 
 
@@ -225,8 +223,8 @@ def run_classifier(
     *,
     skip_bad: bool = False,
     skipped: frozenset[int] = frozenset(),  # numbers of labeled images to leave out
-) -> tuple[Classifier, Path, bool]:
-    """Return the classifier of `encoder` on the labeled images of `config`, its file in `run`, and whether it is new.
+) -> tuple[Classifier, str]:
+    """Return the classifier of `encoder` on the labeled images of `config`, and a line that names its file in `run`.
 
     The labeled images are those of data.split, and with data.split.kind none all that have a label; those of
     data.validation too, where it takes them out of the training images. A class without one is never predicted.
@@ -268,7 +266,7 @@ def run_classifier(
     path = run / FOLDER / f"{digest[:12]}.safetensors"
     fitted = frozenset(_paths(index, chosen))
     if (kept := _read(path, identity, head)) is not None:
-        return replace(kept, labeled=fitted), path, False
+        return replace(kept, labeled=fitted), f"from         {path}, fitted before"
     say_line(f"fitting      a classifier to {len(chosen):,} labels")
     module = encoder.module.to(place.device)
     try:
@@ -290,10 +288,12 @@ def run_classifier(
     about = {"identity": identity, "worth": asdict(classifier.worth)}
     tensors = {key: x.contiguous() for key, x in classifier.layer.state_dict().items()}
     payload = safetensors.torch.save(tensors, {"fastsuncet": json.dumps(about)})
-    with disk_errors(path):
+    try:
         atomic_files.make_folder(path.parent)
         atomic_files.replace(path, payload)
-    return classifier, path, True
+    except OSError as error:  # the run is another user's: its next use fits one again
+        return classifier, f"not kept     {path}: {error.strerror}"
+    return classifier, f"kept in      {path}"
 
 
 def _say_skipped(index: ImageIndex, numbers: Iterable[int], reasons: Mapping[int, str]) -> None:

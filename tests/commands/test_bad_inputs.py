@@ -219,3 +219,12 @@ def test_suggest_writes_no_table_where_its_page_has_no_room(here, small_disk, ca
     (disk / "fill").write_bytes(bytes(60 << 10))
     assert cli.main(f"suggest run.yaml --count 4 --output {disk}/out.csv --page".split()) == 5
     assert "free some" in capsys.readouterr().err and list(files(disk)) == ["fill"]
+
+
+@pytest.mark.slow
+def test_predict_and_suggest_take_a_run_on_a_disk_that_cannot_be_written(here, small_disk, capsys):
+    run = shutil.copytree("runs/run", small_disk("size=4m") / "run")
+    small_disk("ro,size=4m")
+    assert cli.main(f"predict {run} photos --output out.csv --page".split()) == 0
+    assert "not kept     " in capsys.readouterr().out and Path("out.html").exists()
+    assert cli.main(f"suggest {run} --count 2 --output next.csv --page".split()) == 0
