@@ -95,11 +95,6 @@ def test_init_rules_take_fewer_updates_rather_than_more_hours():
     assert [len(plan.notes) for plan in plans] == [1, 2] and "updates are few" in plans[0].notes[0]
 
 
-def test_init_rules_refuse_too_few_images():
-    with pytest.raises(ConfigError, match="2 usable images are too few"):
-        choose(surveyed("images 9 0 0 64", bad=7), CPU, 1, None)
-
-
 @pytest.fixture
 def photos(tmp_path, monkeypatch) -> Path:
     """Twelve photos in a flat folder, eight of them labeled; a machine whose speed is not measured."""
@@ -198,6 +193,23 @@ def test_init_refuses_options_and_writes_nothing(photos, capsys, words, code, sa
     Path("loop").symlink_to("loop")
     assert cli.main(["init", "photos", "--weights", "none", *words.split()]) == code
     assert said in capsys.readouterr().err and not Path("mine.yaml").exists()
+
+
+def test_init_refuses_too_few_images_before_it_times_the_machine(photos, monkeypatch, capsys):
+    monkeypatch.setattr(survey, "machine", mock.Mock(side_effect=AssertionError))
+    for i in range(10):
+        (photos / f"{i}.jpg").write_bytes(b"")
+    assert run("photos") == 2 and "2 usable images are too few" in capsys.readouterr().err
+
+
+def test_init_asks_whether_folders_below_the_classes_are_the_classes(photos, capsys):
+    for i, path in enumerate(sorted(photos.iterdir())):
+        path.rename(write_image(photos / "ab"[i % 2] / ("cat", "dog")[i // 6] / path.name))
+    assert run("photos") == 0
+    assert (
+        "note     each class has folders of its own: a/cat, a/dog, b/cat, b/dog. Are"
+        in capsys.readouterr().out
+    )
 
 
 def test_init_weights(photos, monkeypatch, capsys):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.init import survey
-from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose
+from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose, require_learnable
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.data.image_files import kept_index
@@ -68,12 +68,13 @@ def make(
     if not 0 < hours < 100_000:
         raise ConfigError(f"--hours must be a number above 0, not {hours:g}")
     found = survey.look(folder, labels)
-    machine = survey.machine()
+    require_learnable(found)
+    start, why = survey.weights(weights)
+    machine = survey.machine()  # last: it takes seconds
     rate = machine.macs_per_second / 1e9
     speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"  # a busy machine has less than 1
     machine_line = f"{machine.count} x {machine.name}, {machine.memory / 1e9:.0f} GB"
     say_line(f"{'machine':<9}{machine_line}; {speed} GMAC a second in a timed step")
-    start, why = survey.weights(weights, machine.device == "cuda")
 
     def relative(path: str | Path) -> str:
         return os.path.relpath(os.path.expanduser(path), output.parent or ".")

@@ -101,11 +101,8 @@ class _Batch:
         return 2 * self.unlabeled + self.classes * self.per_class
 
 
-def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scratch: str = "") -> Proposal:
-    """Return the proposal for these images on this machine in `hours`; `why_scratch` is why there are no `weights`.
-
-    Raises ConfigError for images that no method can learn from: fewer than four, or labels of one class.
-    """
+def require_learnable(s: Survey) -> None:
+    """Raise ConfigError for images that no method can learn from: fewer than four, or labels of one class."""
     if s.images - s.bad < 4:
         raise ConfigError(
             f"{s.images - s.bad} usable images are too few to learn from: at least 4 are needed"
@@ -114,6 +111,10 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         raise ConfigError(
             "all labels are of one class, so there is nothing to tell apart: label a second class, or use no labels"
         )
+
+
+def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scratch: str = "") -> Proposal:
+    """Return the proposal for these images on this machine in `hours`; `why_scratch` is why there are no `weights`."""
     notes: list[str] = []
 
     # ---- network

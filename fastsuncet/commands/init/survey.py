@@ -119,6 +119,10 @@ def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: n
     else:
         text = "none"
     lines.append(f"{'labels':<9}{text}")
+    parts = [index.name(i).split("/") for i in range(len(index))]
+    if min(map(len, parts)) > 2 and {each[0] for each in parts} == set(index.classes):
+        below = first_five(sorted({"/".join(each[:2]) for each in parts}))
+        lines.append(f"{'note':<9}each class has folders of its own: {below}. Are these the classes?")
     alike = Counter(map(plain, index.classes))
     if same := [name for name in index.classes if alike[plain(name)] > 1]:
         text = "classes that differ only in upper and lower case, or in the Unicode form"
@@ -179,7 +183,7 @@ def _timed_step(device: Literal["cpu", "cuda"], size: int, images: int) -> float
     return 3 * images * network_cost("resnet18", "imagenet", size).encoder_macs / seconds
 
 
-def weights(asked: str | None, gpu: bool) -> tuple[Weights | None, str]:
+def weights(asked: str | None) -> tuple[Weights | None, str]:
     """Return the weights to start from, and why there are none.
 
     `asked` is None (timm's published weights of the usual network, if they can be had), "none", a name of timm's or of
@@ -190,7 +194,7 @@ def weights(asked: str | None, gpu: bool) -> tuple[Weights | None, str]:
     if asked is None:
         say_line(f"{'weights':<9}looking for those that timm has published")
         try:
-            timm_backbone.published("resnet50" if gpu else "resnet18")
+            timm_backbone.published("resnet50" if torch.cuda.is_available() else "resnet18")
         except ConfigError as error:
             return None, str(error).split("\n")[0].removeprefix("model.init: ").split(": ")[0]
         return Weights("timm"), ""
