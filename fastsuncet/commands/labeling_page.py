@@ -15,7 +15,7 @@ STYLE = """\
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 44em; margin: 1em auto; padding: 0 1em; }
 img { width: 100%; height: 55vh; object-fit: contain; background: #8882; border-radius: 4px; }
 button, input { font: inherit; padding: .4em .8em; margin: .2em .3em .2em 0; min-height: 2.6em;
-  box-sizing: border-box; }
+  box-sizing: border-box; max-width: 100%; overflow-wrap: anywhere; }
 #name { overflow-wrap: anywhere; color: #777; }
 kbd { opacity: .6; margin-right: .4em; }
 button b { margin-left: .4em; }

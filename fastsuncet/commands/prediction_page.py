@@ -65,12 +65,12 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
     for name, _, what in (line.partition(" ") for line in about):
         parts.append(f"<p><b>{html.escape(name)}</b> {html.escape(what.strip())}</p>")
     links = (
-        f'<a href="#c{i}">{html.escape(name)} ({len(by_class[name]):,})</a>' for i, name in enumerate(classes)
+        f'<a href="#c{i}">{_isolated(name)} ({len(by_class[name]):,})</a>' for i, name in enumerate(classes)
     )
     parts.append(f"<nav>{''.join(links)}<a href='#between'>between two classes</a></nav>")
     for i, name in enumerate(classes):
         found = by_class[name]
-        parts.append(f'<h2 id="c{i}">{html.escape(name)}, {counted(len(found), "image")}</h2>')
+        parts.append(f'<h2 id="c{i}">{_isolated(name)}, {counted(len(found), "image")}</h2>')
         surest, rest = found[:count], found[count:]
         parts.append(_row("surest", surest, folder))
         if rest:
@@ -84,7 +84,7 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
     )
     pairs: dict[str, list[Prediction]] = defaultdict(list)
     for each in close[:BETWEEN]:
-        pairs[" or ".join(sorted((each.label, each.second_label)))].append(each)
+        pairs[" or ".join(map(_isolated, sorted((each.label, each.second_label))))].append(each)
     parts += [_row(pair, pairs[pair], folder) for pair in sorted(pairs, key=lambda pair: -len(pairs[pair]))]
     return html_page(f"Predictions of {folder.name}", STYLE, "\n".join(parts))
 
@@ -112,12 +112,17 @@ def html_page(title: str, style: str, body: str, *, head: str = "", script: str 
 """
 
 
+def _isolated(name: str) -> str:
+    """Return the name of a class as HTML; one that is written from right to left turns nothing round it."""
+    return f"<bdi>{html.escape(name)}</bdi>"
+
+
 def _row(title: str, found: Iterable[Prediction], folder: Path) -> str:
-    lines = [f'<h3>{html.escape(title)}</h3>\n<div class="row">']
+    lines = [f'<h3>{title}</h3>\n<div class="row">']
     for each in found:
         name = html.escape(each.file, quote=True)
-        first = f"{html.escape(each.label)} {100 * each.probability:.0f} %"
-        second = f"{html.escape(each.second_label)} {100 * each.second_probability:.0f} %"
+        first = f"{_isolated(each.label)} {100 * each.probability:.0f} %"
+        second = f"{_isolated(each.second_label)} {100 * each.second_probability:.0f} %"
         lines.append(
             f'<figure><img src="{thumbnail(folder / each.file)}" alt="{name}" title="{name}" loading="lazy">'
             f"<figcaption><b>{first}</b><span>{second}</span><small>{name}</small></figcaption></figure>"

@@ -58,7 +58,7 @@ def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -
     for line, (title, pictures) in zip(axes, rows):
         for axis, (picture, caption) in zip(line, pictures):
             axis.imshow(picture, interpolation="nearest")
-            axis.set_title(caption, fontsize=7, pad=2)
+            axis.set_title(short_name(caption), fontsize=7, pad=2, parse_math=False)
         line[0].text(-0.12, 0.5, title, transform=line[0].transAxes, ha="right", va="center", fontsize=9)
     figure.suptitle(f"{config.logging.write_tag}, step {step}", fontsize=10)
     picture = io.BytesIO()
@@ -114,7 +114,7 @@ def _unlabeled(config: Config, stream: PairedStream, step: int) -> list[tuple[st
     draws = seen[backends[0]][1]
     numbers = draws.indices.tolist()
     stored = [index.rgb(i) for i in numbers]
-    rows = [("images", [(pixels / 255, short_name(index.name(i))) for i, pixels in zip(numbers, stored)])]
+    rows = [("images", [(pixels / 255, index.name(i)) for i, pixels in zip(numbers, stored)])]
     for view in range(len(plan.augmentations)):
         for backend in backends:
             pictures = seen[backend][0][view]
@@ -132,7 +132,8 @@ def _labeled(config: Config, stream: PairedStream, step: int) -> Pictures:
 
 
 def short_name(name: str) -> str:
-    """Return as much of a file's name as fits above a picture: its end, after dots where it was cut."""
+    """Return as much of a name as fits above a picture: its end, after dots where it was cut; names are bytes."""
+    name = name.encode(errors="replace").decode()
     return name if len(name) <= CAPTION else f"...{name[3 - CAPTION :]}"
 
 

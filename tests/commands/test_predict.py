@@ -316,7 +316,8 @@ def test_predict_page_shows_the_surest_and_what_lies_between_without_a_network(r
         part = page.split(", 4 images</h2>")[1 + sorted(COLORS).index(color)].split("<h2")[0]
         mine = sorted((float(each["probability"]) for each in found if each["class"] == color), reverse=True)
         surest, least = part.split("least sure")
-        assert f"{color} {100 * mine[0]:.0f} %" in surest and f"{color} {100 * mine[-1]:.0f} %" in least
+        shares = [f"<bdi>{color}</bdi> {100 * each:.0f} %" for each in mine]
+        assert shares[0] in surest and shares[-1] in least
     assert "12 images whose two best classes" in page and "% right, 95 % interval" in page
     assert cli.main(command("other.csv")) == 0
     Path("other.csv").unlink()
@@ -334,8 +335,8 @@ def test_page_names_a_picture_that_pil_cannot_read_and_goes_on(tmp_path, picture
     assert page.count('<img src="data:,"') == 3 and page.count('<img src="data:image/jpeg') == 1
     assert all(f"<small>{each.file}</small>" in page for each in found)
     printed = capsys.readouterr().out
-    assert ">red, 4 images<" in page
-    assert ">red, 1 image<" in prediction_page.prediction_page(found[:1], tmp_path, [])
+    assert ">red</bdi>, 4 images<" in page
+    assert ">red</bdi>, 1 image<" in prediction_page.prediction_page(found[:1], tmp_path, [])
     for name in ("short", "gone", "bomb"):
         assert f"page: {tmp_path / name}.png is named but not shown: " in printed
     labeling = labeling_page.labeling_page(["bomb.png"], [tmp_path / "bomb.png"], ["red"])
@@ -357,11 +358,14 @@ def test_thumbnail_shows_what_the_network_sees(tmp_path):
 def test_predict_page_fits_a_phone(tmp_path, picture, browser):
     picture(tmp_path / "a.png", "red", 0)
     found = [Prediction("a.png", f"a class {i}", 0.6, "another", 0.3) for i in range(30)]
+    found[0] = found[0]._replace(label="\u05d0" * 200)
     page = prediction_page.prediction_page(found, tmp_path, ["expected     60 % right"])
     (tmp_path / "page.html").write_text(page)
     browser.window(390, 844)
     browser.open(tmp_path / "page.html")
     assert browser.run("[document.documentElement.scrollWidth, document.images.length]") == [390, 30]
+    # Written from right to left, a class leaves its probability behind it.
+    assert f"<b><bdi>{found[0].label}</bdi> 60 %</b>" in page
 
 
 def test_docs_serve_the_classes_and_probabilities_of_predict(capsys):

@@ -72,7 +72,7 @@ def test_sheet_shows_labeled_images_only_at_steps_that_use_them(tmp_path):
 
 def test_preview_writes_a_picture_or_says_why_not(tmp_path, monkeypatch):
     """tests/commands/test_demo.py draws a real sheet."""
-    monkeypatch.setattr(module, "sheet", lambda *_: [("a row", [(np.zeros((8, 8, 3)), "a caption")])])
+    monkeypatch.setattr(module, "sheet", lambda *_: [("a row", [(np.zeros((8, 8, 3)), "$\\udcff\\frac$")])])
     config = small_config(tmp_path, "logging.tensorboard=true")
     assert Image.open(preview(config, tmp_path / "new folder" / "views.png")).format == "PNG"
     assert tensorboard(config.run_folder)["pictures"] == ["views"]
