@@ -1,14 +1,14 @@
 """Kill training (kill -9) at random moments, continue it to its end, and compare it with a run that was left alone.
 
-    python tools/kills.py FOLDER --images DATA/train --kills 100 [--ranks 2] [--seed 0] [--pack] [section.key=value ...]
+    python tools/kills.py FOLDER --kills 100 [--ranks 2] [--seed 0] [--pack] [section.key=value ...]
 
 One trial is one run. It is killed up to eight times: one rank, all ranks, or the agent that started them, while it
 starts, makes steps, saves, evaluates, or exports. Then it is continued to its end. Its weights, momentum, metrics lines
 without times, the rest of its state and its export must be those of the undisturbed run, to the bit. With `--pack` it
 reads shards; the `section.key=value` are the config's, such as criterion.micro_batch=64.
 
-The command is the real one, with torchrun's agent, gloo, and DALI on JPEG files, of which some are copied from
-`--images`, a folder of classes. Only the imports are saved: the agent and its ranks are forked from this process.
+The command is the real one, with torchrun's agent, gloo, and DALI on JPEG files, which are drawn. Only the imports are
+saved: the agent and its ranks are forked from this process.
 
 FOLDER/trials.jsonl has a line for each trial; the same command adds those that are missing. Exit code 1: a run
 differed, hung, or ended in a way that no kill explains. Its folder is left.
@@ -47,8 +47,8 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import STOP_SIGNALS, end_with_parent
 from fastsuncet.training.trainer import Trainer
 from tools.bench.harness import commit
+from tools.bench.pictures import write_pictures
 from tools.same_runs import assert_equal_to_the_bit, final_state
-from tools.soak import copy_images
 
 RUN = (
     *("data.kind=image_folder", "data.split.kind=all", "data.split.fraction=null"),
@@ -142,10 +142,10 @@ def run_job(arguments: list[str], ranks: int, log: Path) -> int:
 class Runs:
     """Runs of one config in the folders of `top`, and the undisturbed one."""
 
-    def __init__(self, top: Path, images: Path, ranks: int, config: str, words: list[str], pack: bool):
+    def __init__(self, top: Path, ranks: int, config: str, words: list[str], pack: bool):
         self.top, self.ranks, self.name, self.words = top, ranks, config, words
-        if not (top / "data").exists():
-            copy_images(images, top / "data", train=8, validation=3)  # three steps an epoch
+        for part, count in (("train", 32), ("val", 12)):  # three steps an epoch
+            write_pictures(top / "data" / part, count, classes=4, side=24)
         if pack:
             data_pack.data_pack(self.config("packed"), top / "pack")
             self.words = [*words, f"data.pack={top}/pack"]
@@ -280,7 +280,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the trials that are missing, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--images", type=Path, required=True, help="a folder of classes of images")
     parser.add_argument("--config", default="digits_demo", help="digits_demo or digits_paws")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=2)
@@ -295,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
     lines = top / "trials.jsonl"
     lines.touch()
     trials = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-    runs = Runs(top, options.images, options.ranks, options.config, words, options.pack)
+    runs = Runs(top, options.ranks, options.config, words, options.pack)
     while sum(len(trial["kills"]) for trial in trials) < options.kills:
         number = len(trials)
         trial = runs.trial(f"trial_{number}", random.Random(f"{options.seed} {number}"))

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from tests.support.pictures import write_pictures
 from tests.support.ranks import start_forked
 
 
@@ -23,8 +22,7 @@ def main(arguments: list[str]) -> None:
 )
 def test_runs_killed_at_random_end_bit_identical(config, ranks, kills, seed, tmp_path):
     """tools/kills.py tells more, and does it a thousand times."""
-    write_pictures(tmp_path / "images", count=44, classes=4, side=24)
-    words = [str(tmp_path), "--images", str(tmp_path / "images"), "--config", config, "optimization.steps=12"]
+    words = [str(tmp_path), "--config", config, "optimization.steps=12"]
     words += [f"--{name}={value}" for name, value in (("ranks", ranks), ("kills", kills), ("seed", seed))]
     tool = start_forked(main, words)
     tool.join()
