@@ -7,6 +7,7 @@ computed, and no data is needed. The ledger counts 6 FLOP per multiply-add, whic
 training does not need that one, so torch's count is smaller.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -33,43 +34,45 @@ def training_flops(config: Config, *, image_gradient: bool = False) -> int:
     return counter.get_total_flops() // 2
 
 
-def network_table(config: Config) -> dict:
-    """Return the table of one view's cost."""
+def show_network(config: Config) -> None:
+    """Print the table of one view's cost."""
     m, size = config.model, config.data.augmentation.size
     macs = network_cost(m.name, m.stem, size, *m.head).macs
-    points = [
-        {"name": "GMAC, forward", "count": macs},
-        {"name": "GFLOP, forward and backward, torch's count", "count": training_flops(config)},
-        {"name": f"GFLOP, {FLOP_PER_MAC} per MAC, as the ledger counts", "count": FLOP_PER_MAC * macs},
-    ]
+    counts = {
+        "GMAC, forward": macs,
+        "GFLOP, forward and backward, torch's count": training_flops(config),
+        f"GFLOP, {FLOP_PER_MAC} per MAC, as the ledger counts": FLOP_PER_MAC * macs,
+    }
     title = f"one view: {m.name}, {m.stem} stem, {size} px, head {m.hidden}-{m.output}"
-    columns = [("", "name", str), ("", "count", lambda count: f"{count / 1e9:.5g}")]
-    return harness.table(title, points, columns)
+    harness.show(title, [{"": name, "cost": f"{count / 1e9:.5g}"} for name, count in counts.items()])
 
 
-def run_table(config: Config, a: Arithmetic, images: int) -> dict:
-    """Return the table of views and petaFLOPs, with the labeled batch and after its switch-off."""
-    points = []
+def show_run(config: Config, a: Arithmetic, images: int) -> None:
+    """Print the table of views and petaFLOPs, with the labeled batch and after its switch-off."""
+    costs = {}  # name -> views and multiply-adds
     for name, labeled in ((" with labels", True), ("", False)):
         if labeled and not a.supervised_steps:
             continue
         views, macs = a.update_views(labeled), update_macs(config, a, labeled)
         for what, updates in (("update", 1), ("epoch", a.steps_per_epoch)):
-            points.append({"name": what + name, "views": views * updates, "macs": macs * updates})
+            costs[what + name] = views * updates, macs * updates
     # When the loss on labels plateaus is not known before the run.
     most = " with labels to the end" if config.criterion.supervised_epochs == "plateau" else ""
-    name = f"run of {a.steps:,} updates{most}"
     on, off = a.supervised_steps, a.steps - a.supervised_steps
     views = on * a.update_views(True) + off * a.update_views(False)
-    points.append({"name": name, "views": views, "macs": run_macs(config, a)})
-    cost = ("petaFLOPs", "macs", lambda macs: f"{petaflops(macs):.5g}")
-    columns = [("", "name", str), ("views", "views", "{:,}".format), cost]
-    return harness.table(f"{images:,} images, {a.steps_per_epoch:,} updates an epoch", points, columns)
+    costs[f"run of {a.steps:,} updates{most}"] = views, run_macs(config, a)
+    rows = [
+        {"": name, "views": f"{views:,}", "petaFLOPs": f"{petaflops(macs):.5g}"}
+        for name, (views, macs) in costs.items()
+    ]
+    harness.show(f"{images:,} images, {a.steps_per_epoch:,} updates an epoch", rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print both tables."""
-    parser = harness.parser(__doc__, config=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", help="a YAML file, or the name of a shipped one")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
     parser.add_argument("--images", type=int, help="unlabeled images (default: those of the public data set)")
     parser.add_argument("--world-size", type=int, default=1, help="processes, for batch sizes given per rank")
     options = parser.parse_intermixed_args(arguments)
@@ -77,9 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--images and --world-size must be above 0")
     config = load_config(options.config, options.overrides)
     images = options.images or IMAGES.get(config.data.kind, IMAGES["image_folder"])
-    report = harness.Report("measure_flops", options.json, config=config.canonical())
-    sizes = config.resolve(options.world_size, images)
-    return report.finish([network_table(config), run_table(config, sizes, images)])
+    show_network(config)
+    show_run(config, config.resolve(options.world_size, images), images)
+    return 0
 
 
 if __name__ == "__main__":

@@ -83,9 +83,8 @@ def test_suite_runs_a_tool_and_publishes_no_folder_of_the_machine(tmp_path, monk
     monkeypatch.setattr(sys, "argv", ["/home/me/fastsuncet/tools/gpu/suite.py", *words])
     assert gpu_suite.main(words) == 0, capsys.readouterr().out
     text = (tmp_path / "suite.md").read_text()
-    assert re.search(r"### lars: a LARS step\n\ndone, [\d.]+ s\n\none step, .*\n\n\|", text)
+    assert re.search(r"### lars: a LARS step\n\ndone, [\d.]+ s\n\n.*\n\none step, .*\n\n\|", text, re.S)
     assert "no 'fastsuncet kernel': it needs a CUDA device" in text
-    assert json.loads((tmp_path / "suite_lars.json").read_text())["tables"]
     assert "none of its figures is a measurement" in text and "lowest and highest" in text
     assert f"{os.cpu_count()} cores, load " in text and f"torch {torch.__version__}" in text
     assert "`python tools/gpu/suite.py --minutes=5 --device=cpu --small --only lars`" in text
@@ -117,13 +116,12 @@ def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
 @pytest.mark.parametrize("part", ["feed", "profile", "start"])
 def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images, capsys):
     torch.set_num_threads(1)
-    path = tmp_path / "found.json"
-    words = [part, "--folder", str(images), "--device", "cpu", "--quick", "--json", str(path)]
+    words = [part, "--folder", str(images), "--device", "cpu", "--quick", "--output", f"{tmp_path}/found"]
     assert workloads.main(words) == 0
-    tables = json.loads(path.read_text())["tables"]
-    assert tables and all(table["rows"] for table in tables)
-    traces = [json.loads(gzip.decompress(path.read_bytes())) for path in tmp_path.glob("*.json.gz")]
-    assert len(traces) == capsys.readouterr().out.count("Self CPU time total") == 2 * (part == "profile")
+    printed = capsys.readouterr().out
+    assert re.search(r"^\| --- .*\n\| |^ +[\d.]+ s  the end\n```\n\nexit code 0$", printed, re.M)
+    traces = [json.loads(gzip.decompress(path.read_bytes())) for path in tmp_path.glob("found_*.json.gz")]
+    assert len(traces) == printed.count("Self CPU time total") == 2 * (part == "profile")
     assert all("aten::convolution" in {e.get("name") for e in trace["traceEvents"]} for trace in traces)
 
 
@@ -148,11 +146,10 @@ def test_resume_compares_two_runs_and_returns_1_if_they_differ(images, monkeypat
 
     monkeypatch.setattr(workloads, "final_state", spoiled)
     torch.set_num_threads(1)
-    assert workloads.main(["resume", "--folder", str(images), "--device", "cpu", "--quick"]) == 1
+    words = ["--folder", str(images), "--output", str(images / "found"), "--device", "cpu", "--quick"]
+    assert workloads.main(["resume", *words]) == 1
     printed = capsys.readouterr().out
     assert "| fp32 | DIFFERENT: state[0]." in printed and "| bf16 | equal to the bit |" in printed
-    assert "WRONG: a continued run in fp32 does not end as the whole one\n" in printed
-    assert "in bf16 does not" not in printed
 
 
 def test_suite_collects_its_tests_and_imports_its_parts_on_a_bare_machine(tmp_path):

@@ -1,11 +1,12 @@
 """What the bench tools share: turns, ratios, counts, the report, the exit codes; and every tool's --help."""
 
-import json
+import multiprocessing
 import queue
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,7 @@ import torch
 from pipelines.data_errors import DataError
 from tools.bench import harness
 from tools.bench.dispatch_counter import Counter
-from tools.bench.harness import ratios, target, time_in_turns
-from tools.bench.processes import time_batches_in_turns
+from tools.bench.harness import ratios, show_target, time_in_turns
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -26,7 +26,7 @@ SCRIPTS = sorted(
 @pytest.mark.slow
 def test_every_tool_answers_help(tmp_path):
     """Each script runs from another folder as a user starts it; one process, because importing torch is slow."""
-    assert len(SCRIPTS) >= 8
+    assert len(SCRIPTS) >= 7
     code = """
 import io, runpy, sys
 from contextlib import redirect_stdout
@@ -78,33 +78,32 @@ def test_time_in_turns_rotates_and_does_not_count_the_warmup(events):
         events[0] += 100.0 if calls.count(name) <= 2 else 1.0
 
     contenders = {name: lambda name=name: work(name) for name in "abc"}
-    found = time_in_turns(contenders, "cuda", rounds=3, repeats=1, discarded={"b": 1})
+    found = time_in_turns(
+        contenders, partial(harness.seconds_of, device="cuda"), rounds=3, discarded={"b": 1}
+    )
     assert "".join(calls) == "aabbcc" + "abbc" + "bbca" + "cabb"
     assert found == {name: pytest.approx([1e-3] * 3) for name in "abc"}
     assert harness.seconds_of(contenders["a"], "cuda", 20) == pytest.approx(1e-3)
-
-
-def test_seconds_until_launched_begin_behind_an_empty_queue(monkeypatch):
-    seen = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("empty"))
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: len(seen))
-    assert harness.seconds_until_launched(lambda: seen.append("launched"), "cuda", 2) == 1
-    assert seen == ["empty", "launched"] * 2
 
 
 def test_ratios_are_taken_within_each_round():
     assert ratios([2, 9, 4], [1, 3, 4]) == [2, 3, 1]
 
 
-def test_target_is_met_by_the_median_in_the_direction_asked():
-    assert target("x", [4, 6, 7], 5, at_least=True) == "met: x: 6 (4-7), target at least 5"
-    assert target("x", [4, 6, 7], 5, at_least=False) == "MISSED: x: 6 (4-7), target at most 5"
+def test_target_is_met_by_the_median_in_the_direction_asked(capsys):
+    show_target("x", [4, 6, 7], 5, at_least=True)
+    show_target("x", [4, 6, 7], 5, at_least=False)
+    first, second = capsys.readouterr().out.split("\n\n", 1)
+    assert first == "met: x: 6 (4-7), target at least 5"
+    assert second == "MISSED: x: 6 (4-7), target at most 5\n\n"
 
 
-def test_table_leaves_out_empty_columns_and_cells():
-    columns = [("", "name", str), ("s", "seconds", str), ("no", "nothing", str)]
-    made = harness.table("t", [{"name": "a", "seconds": 1}, {"name": "b", "nothing": None}], columns)
-    assert made == {"title": "t", "head": ["", "s"], "rows": [["a", "1"], ["b", ""]]}
+def test_show_has_a_column_for_each_head_of_a_row(capsys):
+    harness.show("title", [{"": "a", "s": "1"}, {"": "b", "t": "x"}])
+    assert (
+        capsys.readouterr().out
+        == "title\n\n|  | s | t |\n| --- | --- | --- |\n| a | 1 |  |\n| b |  | x |\n\n"
+    )
 
 
 def test_counter_counts_waits_views_and_bytes():
@@ -129,9 +128,9 @@ def test_copy_reads_half_of_the_bytes_and_writes_the_other_half():
     assert counter.moved == 1_000_000 and counter.peak == 0
 
 
-def _prepared_ahead():
-    """A source that needs 10 ms a batch and keeps up to 4 ready."""
-    ready = queue.Queue(maxsize=4)
+def test_batches_prepared_before_a_turn_are_not_counted():
+    """A source needs 10 ms a batch and keeps up to 4 ready."""
+    ready: queue.Queue[None] = queue.Queue(maxsize=4)
 
     def prepare():
         while True:
@@ -139,31 +138,24 @@ def _prepared_ahead():
             ready.put(None)
 
     threading.Thread(target=prepare, daemon=True).start()
-    while True:
-        yield ready.get()
+    wall, cpu = harness.wall_and_cpu_in_turns({"a": ready.get, "b": lambda: None}, 12, rounds=3, discarded=6)
+    assert min(wall["a"]) > 0.115 > max(wall["b"]) and cpu["a"]
 
 
-@pytest.mark.slow
-def test_batches_prepared_before_a_turn_are_not_counted():
-    sources = dict.fromkeys("ab", (_prepared_ahead, ()))
-    turns = time_batches_in_turns(sources, 12, rounds=3, discarded=6)
-    assert all(turn.wall > 0.115 and turn.memory > 1e7 for found in turns.values() for turn in found)
-    with pytest.raises(ValueError, match="11 batches a turn are too few"):
-        time_batches_in_turns(sources, 11, rounds=3, discarded=6)
+def test_cpu_time_is_that_of_workers_too_and_a_turn_waits_until_they_rest():
+    """A worker computes for half a second: that belongs to no turn."""
+    worker = multiprocessing.get_context("fork").Process(target=_compute, daemon=True)
+    before = harness.cpu_seconds()
+    worker.start()
+    (turn,) = time_in_turns({"a": lambda: None}, lambda _: harness.cpu_seconds(), 1, discarded={"a": 1})["a"]
+    assert turn - before > 0.4
+    worker.kill()
 
 
-def test_report_is_printed_and_written_and_wrong_results_return_1(tmp_path, capsys):
-    path = tmp_path / "report.json"
-    report = harness.Report("x", path, device="cpu")
-    made = harness.table("title", [{"name": "a"}], [("", "name", str)])
-    assert report.finish([made], notes=["a note"], wrong=["y differs"], points=[1]) == 1
-    written, printed = json.loads(path.read_text()), capsys.readouterr().out
-    assert written["tool"] == "x" and written["points"] == [1] and written["tables"] == [made]
-    assert written["environment"].keys() >= {"date", "commit", "cpu", "cores", "load", "versions", "command"}
-    assert written["environment"]["versions"]["torch"] == torch.__version__
-    assert printed == "title\n\n|  |\n| --- |\n| a |\n\na note\n\nWRONG: y differs\n\n"
-    assert list(tmp_path.iterdir()) == [path]
-    assert report.finish([made]) == 0
+def _compute() -> None:
+    while time.process_time() < 0.5:
+        pass
+    time.sleep(60)
 
 
 def test_run_prints_an_error_as_one_line_with_its_exit_code(capsys):

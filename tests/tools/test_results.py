@@ -1,7 +1,6 @@
 """The tables of RESULTS.md recompute from the committed points, by the rules that were committed before the runs."""
 
 import functools
-import math
 import re
 from itertools import product
 from pathlib import Path
@@ -99,89 +98,6 @@ def tables_of(folder, experiment, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([",".join(COLUMNS), *rows]) + "\n")
     return results.show(path)
-
-
-def few_labels(folder, reach, ahead):
-    """Write points of CIFAR-10 from few labels to many; return their tables.
-
-    SimCLR is best (50 %) after 7 of 8 units of compute. SuNCEt is there, on a straight line, after
-    `reach[labels][seed]` units, None: never; it ends `ahead[labels][seed]` points above cross-entropy.
-    """
-    rows = []
-
-    def add(labels, method, seed, kind, unit, top1):
-        rows.append(f"{labels},{method},{seed},{kind},{100 * unit},{unit},{top1}")
-
-    for labels in (100, 500):
-        for seed in range(5):
-            there, gap = reach[labels][seed], ahead[labels][seed]
-            for kind in ("finetune", "linear_auto"):
-                for unit in range(1, 9):
-                    add(labels, "simclr", seed, kind, unit, 43 + min(unit, 7) - 0.5 * (unit > 7))
-                    top1 = 49.0 if there is None else 50 + (unit - there)
-                    add(labels, "suncet", seed, kind, unit, top1)
-                    add(labels, "cross_entropy", seed, kind, unit, top1 - gap)
-            add(labels, "alone_cross_entropy", seed, "own", 1, 30 + seed)
-            add(labels, "alone_suncet", seed, "finetune", 1, 20 + seed)
-    for method, top1 in (("simclr", 40), ("alone_suncet", 33), ("alone_cross_entropy", 31.5)):
-        add(250, method, HELD_OUT_SEED, "linear_auto", 1, top1)
-    return "\n".join(tables_of(folder, results.FEW_LABELS, rows))
-
-
-def test_few_labels_decides_by_its_rules(tmp_path):
-    """r by hand: 4/7 and its geometric interval; a seed that never has SimCLR's best counts 1.5."""
-    reach = {100: [4.0, 4.0, 4.2, 3.8, 4.0], 500: [8.0, 12.0, None, 4.0, None]}
-    ahead = {100: [2.0, 2.1, 1.9, 2.2, 1.8], 500: [0.1, -0.1, 0.2, -0.2, 0.0]}
-    shown = few_labels(tmp_path, reach, ahead)
-    ratios = {100: [x / 7 for x in reach[100]], 500: [8 / 7, 1.5, 1.5, 4 / 7, 1.5]}
-    for labels, said in ((100, "**confirmed, as large as in the paper**"), (500, "**undecided**")):
-        center, half = interval([math.log(r) for r in ratios[labels]])
-        low, middle, high = (math.exp(center + sign * half) for sign in (-1, 0, 1))
-        line = next(row for row in shown.splitlines() if f"{labels} labels: compute needed" in row)
-        assert f"| {middle:.2f} ({low:.2f} to {high:.2f}) |" in line and said in line
-    assert re.search(
-        r"100 labels: SuNCEt less cross-entropy \| \+2\.00 ± 0\.20 points .*\*\*better\*\*", shown
-    )
-    assert re.search(r"500 labels: SuNCEt less cross-entropy .*\*\*refuted\*\*", shown)
-    assert "| 500 labels | labels alone, cross-entropy | 32.00 (30.00 to 34.00), 5 seeds |" in shown
-    # SimCLR's 50 less 30 to 34 of cross-entropy, which is ahead of SuNCEt's 20 to 24.
-    assert "| 100 labels | +18.00 ± 1.96 |" in shown
-    assert re.search(r"\| 250 \| labels alone, SuNCEt .* 33\.00 ", shown) and "| +7.00 |" in shown
-    assert shown.count("compute needed, r") == 4  # linear too, without a decision
-
-
-def test_few_labels_loses_what_holm_takes(tmp_path):
-    """The smallest p is 0.03: significant alone and not of four."""
-    reach = {100: [6.1, 6.6, 5.3, 6.6, 5.7], 500: [8.0, 12.0, None, 6.0, None]}
-    none = [0.1, -0.1, 0.2, -0.2, 0.0]
-    shown = few_labels(tmp_path, reach, {100: none, 500: none})
-    line = next(row for row in shown.splitlines() if "100 labels: compute needed" in row)
-    center, half = interval([math.log(x / 7) for x in reach[100]])
-    assert center + half < 0 and "**undecided**" in line
-
-
-@pytest.mark.parametrize(
-    ("above", "said"),
-    [((2.0, 2.1, 1.9), "help"), ((0.0, 0.2, -0.2), "do not help"), ((0.0, 4.0, 2.0), "undecided")],
-)
-def test_unlabeled_images_are_judged_at_the_rate_that_was_best_on_held_out_images(above, said, tmp_path):
-    """SimCLR + SuNCEt, best at 0.015 there, is `above` the better labels alone, best at 0.005; other rates mislead."""
-    best = {"alone_cross_entropy": ("_lr0.005", 50), "alone_suncet": ("", 40)}
-    best |= dict.fromkeys(("suncet", "cross_entropy"), ("_lr0.015", None))
-    level = (("simclr", "finetune"), ("simclr", "linear"), ("suncet", "linear"))
-    rows = [f",{method},{seed},{kind},9,9,1" for seed in range(3) for method, kind in level]
-    for method, (chosen, top1) in best.items():
-        for kind in ("", "_lr0.0015", "_lr0.005", "_lr0.015"):
-            rows.append(f",{method},{HELD_OUT_SEED},finetune{kind},9,9,{60 if kind == chosen else 30}")
-            for seed in range(3):
-                value = (top1 or 50 + above[seed]) if kind == chosen else 70 + seed
-                rows.append(f",{method},{seed},finetune{kind},9,9,{value}")
-    shown = "\n".join(tables_of(tmp_path, "cifar10-32px", rows))
-    for ours in ("SuNCEt", "cross-entropy"):
-        assert f"| SimCLR + {ours} | 30.00 | 30.00 | 60.00 | 30.00 | 0.015 |" in shown
-    center, half = interval(above)
-    assert f"less labels alone, cross-entropy: {center:+.2f} ± {half:.2f} points" in shown
-    assert f"Unlabeled images: **{said}**." in shown
 
 
 def test_photos_are_judged_by_the_measure_that_was_best_on_held_out_photos(tmp_path):

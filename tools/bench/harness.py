@@ -1,24 +1,24 @@
-"""What the cases share: timing in turns, ratios, tables, the command line and the report.
+"""What the tools share: timing in turns, ratios and tables.
 
 Machines are shared, so no figure stands alone. Contenders take turns, and a ratio is taken within each round, where
 both sides met the same load. A figure is the median over the rounds, with the lowest and the highest in brackets.
 
-On a GPU a time is the one between two CUDA events. On a CPU it is the CPU time of this process, all threads together.
+On a GPU a time is the one between two CUDA events. On a CPU it is the CPU time of this process and of its workers.
 """
 
-import argparse
 import contextlib
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,49 +27,31 @@ from fastsuncet.commands.report.tables import markdown
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.training.cuda_graph import capture_on_device, first_message
 from fastsuncet.versions import installed, versions
-from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from tools.bench.dispatch_counter import counts
 
-CLOCK = {"cpu": "CPU time of this process", "cuda": "CUDA events"}
+DEVICES = ("auto", "cpu", "cuda")
+CLOCK = {"cpu": "CPU time", "cuda": "CUDA events"}
 Call = Callable[[], Any]
-Column = tuple[str, str, Callable[[Any], str]]  # head, key of a point, formatter
-COUNTS: list[Column] = [
-    ("launches", "launches", "{:,}".format),
-    ("operators", "operators", "{:,}".format),
-    ("host waits", "host_waits", "{:,}".format),
-]
+Row = dict[str, str]  # head of a column -> cell
+Time = TypeVar("Time")
 
 
-class Case(NamedTuple):
-    """How run.py measures a case: `measure` gets the options and the report, and returns what the report ends with."""
-
-    measure: Callable[[argparse.Namespace, "Report"], dict[str, Any]]
-    rounds: int  # by default
-    quick: str  # what --quick leaves
-    device: str = ""  # by default; "" for a case without --device
-    config: bool = False  # whether it takes CONFIG section.key=value ...
-    add_arguments: Callable[[Callable], Any] = lambda add: None  # gets the parser's add_argument
-
-
-def processor() -> str:
-    """Return the name of this machine's processor."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    return platform.machine()
-
-
-# Timing
+# ----------------------------------------------------------------------------------------------------------- timing
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its live workers, which the system adds only after they end."""
+    total = time.process_time()
+    for worker in multiprocessing.active_children():
+        # User and system ticks are fields 14 and 15; field 2, the name in brackets, can hold spaces.
+        fields = Path(f"/proc/{worker.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return total
 
 
 def seconds_of(call: Call, device: str, repeats: int = 1) -> float:
     """Return the mean seconds of `repeats` calls on the clock of `device`, "cpu" or "cuda"."""
     if device != "cuda":
-        start = time.process_time()
-        for _ in range(repeats):
-            call()
-        return (time.process_time() - start) / repeats
+        return wall_and_cpu(call, repeats)[1] / repeats
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repeats):
@@ -79,19 +61,12 @@ def seconds_of(call: Call, device: str, repeats: int = 1) -> float:
     return begin.elapsed_time(end) / 1e3 / repeats
 
 
-def seconds_until_launched(call: Call, device: str, repeats: int) -> float:
-    """Return the mean seconds until a call returns. On a GPU the calls before it have ended: its queue is empty.
-
-    With calls queued, the driver holds the host up once about a thousand launches wait, and the time is the GPU's.
-    """
-    seconds = 0.0
+def wall_and_cpu(call: Call, repeats: int) -> tuple[float, float]:
+    """Return the seconds on the wall and the CPU time of `repeats` calls."""
+    wall, cpu = time.perf_counter(), cpu_seconds()
     for _ in range(repeats):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
         call()
-        seconds += time.perf_counter() - start
-    return seconds / repeats
+    return time.perf_counter() - wall, cpu_seconds() - cpu
 
 
 def rotated(names: Sequence[Any], turn: int) -> list[Any]:
@@ -101,27 +76,48 @@ def rotated(names: Sequence[Any], turn: int) -> list[Any]:
 
 
 def time_in_turns(
-    calls: Mapping[str, Call],
-    device: str,
+    calls: Mapping[Any, Call],
+    clock: Callable[[Call], Time],
     rounds: int,
-    repeats: int = 1,
     warmup: int = 2,
-    discarded: Mapping[str, int] | None = None,
-) -> dict[str, list[float]]:
-    """Return the seconds of each call in each round, after `warmup` calls that choose kernels and create state.
+    discarded: Mapping[Any, int] | None = None,
+) -> dict[Any, list[Time]]:
+    """Return what `clock` says of each call in each round, after `warmup` calls that choose kernels and create state.
 
     `discarded`: calls before each turn of a contender that works ahead while others have their turns.
     """
     for call in calls.values():
         for _ in range(warmup):
             call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    found: dict[Any, list[Time]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in rotated(list(calls), turn):
+            if discarded:
+                settle()
             for _ in range((discarded or {}).get(name, 0)):
                 calls[name]()
-            seconds[name].append(seconds_of(calls[name], device, repeats))
-    return seconds
+            found[name].append(clock(calls[name]))
+    return found
+
+
+def wall_and_cpu_in_turns(
+    calls: Mapping[Any, Call], count: int, rounds: int, discarded: int
+) -> tuple[dict[Any, list[float]], dict[Any, list[float]]]:
+    """Return the seconds on the wall, and the CPU time, of `count` calls in each turn, after `discarded` calls."""
+    clock = partial(wall_and_cpu, repeats=count)
+    turns = time_in_turns(calls, clock, rounds, discarded=dict.fromkeys(calls, discarded))
+    wall, cpu = ({name: [turn[i] for turn in found] for name, found in turns.items()} for i in (0, 1))
+    return wall, cpu
+
+
+def settle() -> None:
+    """Wait until what works ahead has filled its queues: its work would be in the turn of another contender."""
+    for _ in range(50):
+        before = cpu_seconds()
+        # On a busy machine a process that works gets some of this, and a tick of a worker is 0.01 s.
+        time.sleep(0.3)
+        if cpu_seconds() - before < 0.005:
+            return
 
 
 def copy_of(moved: int, device: str) -> Call:
@@ -132,16 +128,8 @@ def copy_of(moved: int, device: str) -> Call:
     return lambda: destination.copy_(source)
 
 
-def count_launches(call: Call) -> int | None:
-    """Return how many kernels, copies and fills a call starts on the GPU; None where CUDA records none."""
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        call()
-        torch.cuda.synchronize()
-    return sum(each.count for each in recorded.key_averages() if each.device_type.name == "CUDA") or None
-
-
-def capture_graph(call: Call) -> tuple[Call, str]:
-    """Return `call` as a CUDA graph and ""; or `call` itself and the reason why it cannot be captured."""
+def capture_graph(name: str, call: Call) -> Call:
+    """Return `call` as a CUDA graph; or print why it cannot be captured, and return `call` itself."""
     try:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -153,13 +141,12 @@ def capture_graph(call: Call) -> tuple[Call, str]:
         graph, _ = capture_on_device(call, torch.device("cuda"))
     # torch raises nothing narrower for what a graph cannot hold.
     except (RuntimeError, AssertionError) as error:
-        return call, first_message(error)
-    return graph.replay, ""
+        print(f"{name} is launched, not a CUDA graph: {first_message(error)}\n", flush=True)
+        return call
+    return graph.replay
 
 
-# Figures and tables
-
-
+# ---------------------------------------------------------------------------------------------------------- figures
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
     """Return above / below, round by round."""
     return [a / b for a, b in zip(above, below)]
@@ -175,78 +162,73 @@ def spread(values: Sequence[float], factor: float = 1) -> str:
     return f"{short(median(values))} ({short(min(values))}-{short(max(values))})"
 
 
-def add_counts(points: Sequence[dict[str, Any]], calls: Mapping[str, Call], device: str) -> None:
-    """Add to the points of `calls` the operators, host waits and moved bytes of a call; on a GPU its launches."""
-    for point in points:
-        if call := calls.get(point["name"]):
-            point |= counts(call)
-            if device == "cuda":
-                point["launches"] = count_launches(call)
-
-
-def points_of(seconds: Mapping[str, Sequence[float]], ours: str, limit: str = "") -> list[dict[str, Any]]:
-    """Return a point per contender: name, seconds by round, and their ratios to those of `ours` and of `limit`."""
-    points = []
-    for name, times in seconds.items():
-        point = {"name": name, "seconds": times, "time_to_ours": ratios(times, seconds[ours])}
-        if limit in seconds:
-            point["time_to_limit"] = ratios(times, seconds[limit])
-        points.append(point)
-    return points
-
-
-def time_columns(device: str) -> list[Column]:
-    """Return the columns of such points, seconds in the unit that fits the device."""
+def rows_of(
+    seconds: Mapping[str, Sequence[float]], device: str, ours: str, limit: str = ""
+) -> dict[str, Row]:
+    """Return a row of each contender by its name: its time, and its ratio to that of `ours` and of `limit`."""
     unit, factor = ("us", 1e6) if device == "cuda" else ("CPU ms", 1e3)
-    return [
-        ("", "name", str),
-        (unit, "seconds", partial(spread, factor=factor)),
-        ("time, x ours", "time_to_ours", spread),
-        ("time, x limit", "time_to_limit", spread),
-    ]
+    rows = {}
+    for name, times in seconds.items():
+        rows[name] = {
+            "": name,
+            unit: spread(times, factor),
+            "time, x ours": spread(ratios(times, seconds[ours])),
+        }
+        if limit in seconds:
+            rows[name]["time, x limit"] = spread(ratios(times, seconds[limit]))
+    return rows
 
 
-def spread_columns(heads: Mapping[str, str]) -> list[Column]:
-    """Return the column of the names, and a column of spreads for each key of a point and its head."""
-    return [("", "name", str), *((head, key, spread) for key, head in heads.items())]
+def counted(call: Call, device: str) -> Row:
+    """Return the cells of what a call does at torch's dispatcher, and on a GPU how many launches CUDA sees."""
+    found = counts(call)
+    megabytes = {"moved, MB": found["moved"], "memory, MB": found["peak"]}
+    cells = {"operators": f"{found['operators']:,}", "host waits": f"{found['host_waits']}"}
+    cells |= {head: f"{1e-6 * count:.3g}" for head, count in megabytes.items()}
+    return cells | launched(call) if device == "cuda" else cells
 
 
-def table(title: str, points: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
-    """Return {"title", "head", "rows"} of text.
-
-    A cell whose point has no such key is empty. A column of empty cells is left out, unless it is the first.
-    """
-    first, *others = columns
-    columns = [first, *(c for c in others if any(p.get(c[1]) is not None for p in points))]
-    rows = [["" if p.get(key) is None else form(p[key]) for _, key, form in columns] for p in points]
-    return {"title": title, "head": [head for head, _, _ in columns], "rows": rows}
+def launched(call: Call) -> Row:
+    """Return the cell of how many kernels, copies and fills a call starts on the GPU; none where CUDA records none."""
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    count = sum(each.count for each in recorded.key_averages() if each.device_type.name == "CUDA")
+    return {"launches": f"{count:,}"} if count else {}
 
 
-def target(what: str, measured: Sequence[float], limit: float, *, at_least: bool) -> str:
-    """Return the line on a figure and the limit that was asked for; its median decides whether it is met.
+def show(title: str, rows: Collection[Row]) -> None:
+    """Print a Markdown table with a column for each head that a row has."""
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+    cells = [[row.get(head, "") for head in heads] for row in rows]
+    print(title, "", *markdown(heads, cells), "", sep="\n", flush=True)
+
+
+def show_target(what: str, measured: Sequence[float], limit: float, *, at_least: bool) -> None:
+    """Print a figure and the limit that was asked for; its median decides whether it is met.
 
     A missed target is a finding, not a failure.
     """
     met = median(measured) >= limit if at_least else median(measured) <= limit
     bound = "at least" if at_least else "at most"
-    return f"{'met' if met else 'MISSED'}: {what}: {spread(measured)}, target {bound} {limit:g}"
+    print(f"{'met' if met else 'MISSED'}: {what}: {spread(measured)}, target {bound} {limit:g}\n", flush=True)
 
 
-# The report and the command line
+# ------------------------------------------------------------------------------------------------- machine and errors
+def machine() -> str:
+    """Return the date, the processor, how busy it is, the commit and the versions, as BENCHMARKS.md names them."""
+    found = versions() | {name: installed(name) for name in ("lightly", "pillow")}
+    named = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    where = f"{date.today()}, {processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    return f"{where}. Commit `{commit() or 'unknown'}`, {named}."
 
 
-def environment() -> dict[str, Any]:
-    """Return where and with what a measurement is taken, and how busy the machine is before it."""
-    peers = {name: installed(name) for name in ("lightly", "pillow")}
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "cpu": processor(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "versions": {name: found for name, found in (versions() | peers).items() if found},
-        "command": " ".join(["python", *sys.argv]),
-    }
+def processor() -> str:
+    """Return the name of this machine's processor."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return platform.machine()
 
 
 def commit() -> str | None:
@@ -256,60 +238,6 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-class Report:
-    """What a tool found. Create it before the first measurement: it notes how busy the machine is."""
-
-    def __init__(self, tool: str, path: Path | None, **facts: Any):
-        self.path = path
-        self.content: dict[str, Any] = {"tool": tool, "environment": environment(), **facts}
-
-    def save(self, **found: Any) -> None:
-        """Add `found` and write everything as JSON, where a path was given. A reader never sees half a file."""
-        self.content |= found
-        if self.path is not None:
-            atomic_files.replace(self.path, atomic_files.as_json(self.content))
-
-    def finish(
-        self,
-        tables: Sequence[Mapping[str, Any]],
-        *,
-        notes: Sequence[str] = (),
-        wrong: Sequence[str] = (),
-        **found: Any,
-    ) -> int:
-        """Save and print everything, as Markdown; return 1 if something computes wrong results, else 0."""
-        self.save(tables=list(tables), notes=list(notes), wrong=list(wrong), **found)
-        for each in tables:
-            print(each["title"], "", *markdown(each["head"], each["rows"]), "", sep="\n")
-        for text in (*notes, *(f"WRONG: {each}" for each in wrong)):
-            print(text, "", sep="\n", flush=True)
-        return 1 if wrong else 0
-
-
-def parser(
-    description: str | None,
-    *,
-    rounds: int | None = None,
-    quick: str = "",
-    device: str = "",
-    config: bool = False,
-) -> argparse.ArgumentParser:
-    """Return a parser with --json and, where asked for, CONFIG, --rounds and --device by their defaults, --quick."""
-    made = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    add = made.add_argument
-    add("--json", type=Path, help="also write everything to this file")
-    if config:
-        add("config", help="a YAML file, or the name of a shipped one")
-        add("overrides", nargs="*", metavar="section.key=value", help="settings to change")
-    if rounds is not None:
-        add("--rounds", type=int, default=rounds, help="turns of each contender (default: %(default)s)")
-    if device:
-        add("--device", choices=("auto", "cpu", "cuda"), default=device)
-    if quick:
-        add("--quick", action="store_true", help=f"{quick}: for a look and for the tests")
-    return made
 
 
 def run(main: Callable[[], int]) -> NoReturn:

@@ -9,6 +9,7 @@ and writes w, b (20). On a GPU the last row is a copy of as many bytes; on a CPU
 
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, lars_apex
 from fastsuncet.optim.lars_kernel import prove
 from tools.bench import harness
-from tools.bench.harness import target
 
+ROUNDS = 21
 RATE, RULE = 0.1, {"momentum": 0.9, "weight_decay": 1e-6}
 TRUST, EPS = 0.001, 1e-8
 OURS, TIMM, SGD = "fastsuncet foreach", "timm Lars", "no LARS: torch SGD fused"
@@ -61,41 +62,36 @@ def parameters(network: str, device: str = "cpu") -> list[Tensor]:
     return params
 
 
-def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
+def measure(options: Namespace) -> int:
     """Time all contenders and the limit, and count what each does."""
     device = pick_device(options.device, 0).type
     torch.set_num_threads(1)
     params = parameters("resnet18" if options.quick else "resnet50", device)
     problem = why_not(params[0].device, prove) if device == "cuda" else "it needs a CUDA device"
-    notes = [f"no {KERNEL!r}: {problem}"] if problem else []
-    calls, count = contenders(params, kernel=not problem), sum(p.numel() for p in params)
-    # The dispatcher does not see our own kernel.
-    counted = {name: call for name, call in calls.items() if name != KERNEL}
-    if not problem:
-        calls[GRAPH], why = harness.capture_graph(calls[KERNEL])
-        notes += [f"{GRAPH!r} is launched: {why}"] if why else []
-    if device == "cuda":
-        calls[LIMIT] = harness.copy_of(FLOOR * count, device)
-    rounds, repeats = 3 if options.quick else options.rounds, 20 if device == "cuda" else 1
-    seconds = harness.time_in_turns(calls, device, rounds, repeats)
-    points = harness.points_of(seconds, OURS if problem else KERNEL, LIMIT)
-    harness.add_counts(points, counted, device)
-    rows = {point["name"]: point for point in points}
     if problem:
-        notes += [
-            target("time of timm's Lars, times ours", rows[TIMM]["time_to_ours"], 1, at_least=True),
-            target("dispatched operators", [rows[OURS]["operators"]], 30, at_least=False),
-            target("host waits", [rows[OURS]["host_waits"]], 0, at_least=False),
-        ]
+        print(f"no {KERNEL!r}: {problem}\n")
+    calls, count = contenders(params, kernel=not problem), sum(p.numel() for p in params)
+    timed = dict(calls)
+    if not problem:
+        timed[GRAPH] = harness.capture_graph(GRAPH, calls[KERNEL])
+    if device == "cuda":
+        timed[LIMIT] = harness.copy_of(FLOOR * count, device)
+    clock = partial(harness.seconds_of, device=device, repeats=20 if device == "cuda" else 1)
+    seconds = harness.time_in_turns(timed, clock, 3 if options.quick else options.rounds)
+    rows = harness.rows_of(seconds, device, OURS if problem else KERNEL, LIMIT)
+    for name, call in calls.items():
+        # The dispatcher does not see our own kernel.
+        rows[name] |= harness.launched(call) if name == KERNEL else harness.counted(call, device)
+    size = f"{count / 1e6:.2f} M parameters in {len(params)} tensors, at least {FLOOR * count / 1e6:.0f} MB"
+    harness.show(f"one step, {size}, {harness.CLOCK[device]}", rows.values())
+    if problem:
+        slower = harness.ratios(seconds[TIMM], seconds[OURS])
+        harness.show_target("time of timm's Lars, times ours", slower, 1, at_least=True)
     else:
-        launches = rows[KERNEL]["launches"] = harness.count_launches(calls[KERNEL])
-        best = rows[GRAPH]["time_to_limit"]
-        notes.append(target("our kernel's time, times the limit's", best, 1.3, at_least=False))
-        notes += [target("launches of our kernel's step", [launches], 3, at_least=False)] if launches else []
-    title = f"one step, {count / 1e6:.2f} M parameters in {len(params)} tensors, {harness.CLOCK[device]}"
-    moved = (f"bytes/parameter, at least {FLOOR}", "moved", lambda moved: f"{moved / count:.1f}")
-    columns = [*harness.time_columns(device), *harness.COUNTS, moved]
-    return {"tables": [harness.table(title, points, columns)], "notes": notes, "points": points}
+        best = harness.ratios(seconds[GRAPH], seconds[LIMIT])
+        harness.show_target("our kernel's time, times the limit's", best, 1.3, at_least=False)
+    return 0
 
 
-CASE = harness.Case(measure, rounds=21, quick="a ResNet-18, three turns", device="auto")
+def add_arguments(add: Callable) -> None:
+    add("--device", choices=harness.DEVICES, default="auto")

@@ -4,14 +4,12 @@ FOLDER is any tree of images. Both train a network of the same weights on a CPU 
 for the network and two threads or workers for the pixels. lightly makes views with its SimCLRTransform (torchvision
 on PIL images) in a DataLoader, and trains with its NTXentLoss and LARS, as its examples do. Views are SimCLR's; below
 64 pixels without blur and with half the color strength, as SimCLR has them for CIFAR-10.
-
-Processor time and memory are those of all processes of a contender.
 """
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,20 +20,12 @@ from fastsuncet.models.resnet import build_model
 from pipelines.dali.view_operator.build import kept, unavailable
 from tools.bench import harness
 from tools.bench.data_loader import WORKERS, data_loader
-from tools.bench.harness import ratios, target
-from tools.bench.processes import rates, time_batches_in_turns
+from tools.bench.harness import ratios, spread
 from tools.bench.step_bench import StepBench
 
+ROUNDS = 5
 OURS, LIGHTLY = "fastsuncet", "lightly, DataLoader"
-COLUMNS = {
-    "per_second": "views/s",
-    "per_second_to_peer": "views/s, x peer",
-    "cpu_ms": "CPU ms/view",
-    "cpu_ms_to_peer": "CPU, x peer",
-    "memory": "memory, MB",
-    "memory_to_peer": "memory, x peer",
-}
-HERE, SMALL = Place(0, 1, torch.device("cpu")), 64
+SMALL = 64
 
 
 def config_of(folder: str, size: int, network: str, batch: int) -> Config:
@@ -49,22 +39,14 @@ def config_of(folder: str, size: int, network: str, batch: int) -> Config:
     return load_config("in1k_simclr", [*words, *small, f"data.root={folder}"])
 
 
-def train_ours(*arguments: Any) -> Iterator[None]:
-    """Train by this project on `config_of(*arguments)`; yield after each step."""
-    bench, stream = StepBench.open(config_of(*arguments), HERE)
-    step = bench.ours(stream)
-    while True:
-        step()
-        yield
-
-
-def train_lightly(*arguments: Any) -> Iterator[None]:
-    """Train by lightly on `config_of(*arguments)`; yield after each step."""
-    from lightly.loss import NTXentLoss
-    from lightly.transforms import SimCLRTransform
-    from lightly.utils.lars import LARS
-
-    config = config_of(*arguments)
+def train_lightly(config: Config) -> Iterator[None]:
+    """Train by lightly; yield after each step. Raises FastSuncetError without lightly."""
+    try:
+        from lightly.loss import NTXentLoss
+        from lightly.transforms import SimCLRTransform
+        from lightly.utils.lars import LARS
+    except ImportError as error:
+        raise FastSuncetError(f"lightly cannot be imported ({error}): pip install -e '.[bench]'") from error
     view, m, rule = config.data.augmentation, config.model, config.optimization
     transform = SimCLRTransform(
         view.size, cj_strength=view.strength, gaussian_blur=view.blur, sigmas=view.blur_sigma, normalize=None
@@ -80,31 +62,29 @@ def train_lightly(*arguments: Any) -> Iterator[None]:
         yield
 
 
-def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
-    """Time both, each in a process of its own. Raises FastSuncetError without lightly."""
+def measure(options: Namespace) -> int:
+    """Time both."""
+    torch.set_num_threads(1)
     rounds, steps = (2, 2) if options.quick else (options.rounds, options.steps)
-    try:
-        import lightly.transforms  # noqa: F401
-    except ImportError as error:
-        raise FastSuncetError(f"lightly cannot be imported ({error}): pip install -e '.[bench]'") from error
-    asked = (str(options.folder.resolve()), options.size, options.network, options.batch)
-    config_of(*asked)  # so that a wrong value is reported here, and not by a process
-    sources = {OURS: (train_ours, asked), LIGHTLY: (train_lightly, asked)}
-    turns = time_batches_in_turns(sources, steps, rounds, discarded=max(1, min(6, steps // 2)))
-    views = 2 * options.batch * steps
-    points: list[dict[str, Any]] = [{"name": name, **rates(found, views)} for name, found in turns.items()]
-    ours, peer = points
-    for figure in ("per_second", "cpu_ms", "memory"):
-        ours[f"{figure}_to_peer"] = ratios(ours[figure], peer[figure])
+    config = config_of(str(options.folder.resolve()), options.size, options.network, options.batch)
+    # Its workers are forked before ours have threads.
+    theirs = partial(next, train_lightly(config))
+    theirs()
+    bench, stream = StepBench.open(config, Place(0, 1, torch.device("cpu")))
+    calls, views = {OURS: bench.ours(stream), LIGHTLY: theirs}, 2 * options.batch * steps
+    wall, cpu = harness.wall_and_cpu_in_turns(calls, steps, rounds, discarded=max(1, min(6, steps // 2)))
+    stream.close()
+    rows = []
+    for name in calls:
+        speed = spread([views / each for each in wall[name]])
+        rows.append({"": name, "views/s": speed, "CPU ms/view": spread(cpu[name], 1e3 / views)})
     size = f"{options.batch} images of two views of {options.size} pixels"
-    title = f"SimCLR, {options.network}, {size}, from files"
-    notes = [
-        "our views by the view operator" if kept() else f"our views by DALI's operators: {unavailable()}",
-        target("processor time a view, times lightly's", ours["cpu_ms_to_peer"], 0.65, at_least=False),
-        target("views/s, times lightly's", ours["per_second_to_peer"], 1, at_least=True),
-    ]
-    tables = [harness.table(title, points, harness.spread_columns(COLUMNS))]
-    return {"tables": tables, "points": points, "notes": notes}
+    harness.show(f"SimCLR, {options.network}, {size}, from files", rows)
+    print(f"Our views are made by {'the view operator' if kept() else f'DALI: {unavailable()}'}.\n")
+    cost, faster = ratios(cpu[OURS], cpu[LIGHTLY]), ratios(wall[LIGHTLY], wall[OURS])
+    harness.show_target("processor time a view, times lightly's", cost, 0.65, at_least=False)
+    harness.show_target("views/s, times lightly's", faster, 1, at_least=True)
+    return 0
 
 
 def add_arguments(add: Callable) -> None:
@@ -113,6 +93,3 @@ def add_arguments(add: Callable) -> None:
     add("--network", default="resnet_tiny", help="by its name in model.name (default: %(default)s)")
     add("--batch", type=int, default=128, help="images of two views (default: %(default)s)")
     add("--steps", type=int, default=16, help="in a turn (default: %(default)s)")
-
-
-CASE = harness.Case(measure, rounds=5, quick="two turns of two steps", add_arguments=add_arguments)

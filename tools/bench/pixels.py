@@ -1,21 +1,23 @@
 """Time SimCLR's two views from JPEG files: the DALI loader against torchvision's DataLoader.
 
 FOLDER is any tree of images; without one, pictures are generated first. All contenders have two threads or two worker
-processes, read the same files, decode each once and return two float32 views of 224 pixels in batches of 16. Each runs
-in its own process. A turn starts with more batches than a contender can have prepared before it, which are not counted,
-and counts twice as many.
+processes, read the same files, decode each once and return two float32 views of 224 pixels in batches of 16. A turn
+starts with more batches than a contender can have prepared before it, which are not counted, and counts twice as many.
 
 "view operator" is `pipelines.dali.view_operator`, with the same values. Blur is Gaussian, 23 pixels wide or as wide as
-sigma needs (2 ceil(3 sigma) + 1).
+sigma needs (2 ceil(3 sigma) + 1). The peer is the fastest DataLoader with the same blur.
 """
 
 import itertools
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import torch
 
 from pipelines.backend import LoaderOptions
 from pipelines.dali.view_operator import use
@@ -26,68 +28,64 @@ from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
 from tools.bench import harness
 from tools.bench.data_loader import WORKERS, data_loader, two_views
-from tools.bench.harness import ratios, target
+from tools.bench.harness import Call, Row, ratios, spread
 from tools.bench.pictures import write_pictures
-from tools.bench.processes import rates, time_batches_in_turns
 
-BATCH = 16
+ROUNDS = 3
 # More than a contender can prepare while others have their turns: a DataLoader two batches for each worker, DALI two.
 DISCARDED = 2 * WORKERS + 2
 DATA_LOADERS = {"tensors": "DataLoader, v2 on tensors", "PIL": "DataLoader, v2 on PIL"}
-ENGINES = {"dali": "fastsuncet DALI", "view_operator": "fastsuncet DALI, view operator"} | DATA_LOADERS
+# The workers of the first are forked before the others have threads.
+ENGINES = DATA_LOADERS | {"view_operator": "fastsuncet DALI, view operator", "dali": "fastsuncet DALI"}
 # Of images a second over the peer's, by blur, on a CPU.
 TARGETS = {"23": 4.0, "sigma": 2.5}
-COLUMNS = {
-    "per_second": "images/s",
-    "cpu_ms": "CPU ms/image",
-    "speed_to_peer": "x peer, wall",
-    "cpu_of_peer": "x peer, CPU",
-}
 
 
 def batches(engine: str, blur: str, folder: str, batch: int) -> Iterator[Any]:
-    """Yield batches of two views without end."""
+    """Return batches of two views without end."""
     if engine in DATA_LOADERS:
-        yield from data_loader(folder, two_views(engine, blur), batch)
-        return
+        return iter(data_loader(folder, two_views(engine, blur), batch))
     index = image_tree(folder)
     views = (Augmentation(blur_window=23 if blur == "23" else "auto"),) * 2
     plan = Plan(index, UnlabeledSampler(len(index), batch, 1, seed=0), views, seed=0, role="bench")
     options = LoaderOptions(backend="dali", view_operator=engine != "dali", threads=WORKERS)
-    yield from map(Loader(plan, options), itertools.count())
+    return map(Loader(plan, options), itertools.count())
 
 
-def compare(engines: Sequence[str], blurs: Sequence[str], folder: str, batch: int, rounds: int) -> list[dict]:
-    """Return one point per contender: images per wall second, CPU ms per image and memory in each turn.
+def compare(calls: dict[tuple[str, str], Call], batch: int, rounds: int) -> None:
+    """Time the contenders, by engine and blur, and print the table and the targets."""
+    count = 2 * DISCARDED
+    wall, cpu = harness.wall_and_cpu_in_turns(calls, count, rounds, DISCARDED)
+    rows, reached = [], []
+    for engine, blur in calls:
+        way, images = (engine, blur), count * batch
+        row: Row = {
+            "": f"{ENGINES[engine]}, blur {blur}",
+            "images/s": spread([images / each for each in wall[way]]),
+        }
+        row["CPU ms/image"] = spread(cpu[way], 1e3 / images)
+        loaders = [(name, blur) for name in DATA_LOADERS if (name, blur) in calls]
+        if loaders and engine not in DATA_LOADERS:
+            peer = min(loaders, key=lambda each: median(wall[each]))
+            speed = ratios(wall[peer], wall[way])
+            row |= {"x peer, wall": spread(speed), "x peer, CPU": spread(ratios(cpu[peer], cpu[way]))}
+            if engine == "view_operator":
+                reached.append((f"images/s over {ENGINES[peer[0]]}, blur {blur}", speed, TARGETS[blur]))
+        rows.append(row)
+    harness.show(f"two views of 224 pixels, batches of {batch}, {WORKERS} threads or workers each", rows)
+    for each in reached:
+        harness.show_target(*each, at_least=True)
 
-    Speed and CPU time also relative to the peer: the fastest DataLoader with the same blur.
-    """
-    ways = list(itertools.product(engines, blurs))
-    sources = {way: (batches, (*way, folder, batch)) for way in ways}
-    turns = time_batches_in_turns(sources, 2 * DISCARDED, rounds, DISCARDED)
-    points: list[dict[str, Any]] = [
-        {"name": f"{ENGINES[engine]}, blur {blur}", "engine": engine, "blur": blur}
-        | rates(turns[engine, blur], 2 * DISCARDED * batch)
-        for engine, blur in ways
-    ]
-    for point in points:
-        peers = [p for p in points if p["engine"] in DATA_LOADERS and p["blur"] == point["blur"]]
-        if peers and point["engine"] not in DATA_LOADERS:
-            peer = max(peers, key=lambda p: median(p["per_second"]))
-            point["peer"] = peer["name"]
-            point["speed_to_peer"] = ratios(point["per_second"], peer["per_second"])
-            point["cpu_of_peer"] = ratios(peer["cpu_ms"], point["cpu_ms"])
-    return points
 
-
-def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
+def measure(options: Namespace) -> int:
     """Time all engines with both blurs."""
-    engines, blurs, batch, rounds = options.engines or list(ENGINES), list(TARGETS), BATCH, options.rounds
+    torch.set_num_threads(1)
+    engines = [name for name in ENGINES if name in (options.engines or ENGINES)]
+    blurs, batch, rounds = list(TARGETS), 16, options.rounds
     if options.quick:
-        engines, blurs, batch, rounds = ["view_operator", "tensors"], ["23"], 2, 2
-    notes = ["x peer: against the fastest DataLoader with the same blur", "Files were in the page cache."]
+        engines, blurs, batch, rounds = ["tensors", "view_operator"], ["23"], 2, 2
     if (reason := use.unavailable()) is not None and use.kept() is None:
-        notes.append(f"left out: the view operator, which cannot be built here: {reason}")
+        print(f"left out: the view operator, which cannot be built here: {reason}\n")
         engines = [engine for engine in engines if engine != "view_operator"]
     else:
         use.built()
@@ -95,20 +93,12 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
         folder = Path(options.folder or f"{scratch}/pictures")
         if options.folder is None:
             write_pictures(folder, count=8 if options.quick else 256, classes=1, side=375)
-        files = len(image_tree(folder))
-        points = compare(engines, blurs, str(folder), batch, rounds)
-    for p in points:
-        if p["engine"] == "view_operator" and "peer" in p:
-            what = f"{p['name']}: images/s over {p['peer']}"
-            notes.append(target(what, p["speed_to_peer"], TARGETS[p["blur"]], at_least=True))
-    where = f"{files} files, batches of {batch}, {WORKERS} threads or workers each"
-    tables = [harness.table(f"two views of 224 pixels, {where}", points, harness.spread_columns(COLUMNS))]
-    return {"tables": tables, "notes": notes, "points": points}
+        print(f"{len(image_tree(folder))} files, in the page cache\n")
+        sources = {way: batches(*way, str(folder), batch) for way in itertools.product(engines, blurs)}
+        compare({way: partial(next, source) for way, source in sources.items()}, batch, rounds)
+    return 0
 
 
 def add_arguments(add: Callable) -> None:
     add("folder", nargs="?", help="a tree of images; without one, pictures are generated")
     add("--engines", nargs="+", choices=ENGINES, help="only these")
-
-
-CASE = harness.Case(measure, rounds=3, quick="two contenders, 8 pictures", add_arguments=add_arguments)

@@ -1,49 +1,35 @@
 """Time one part of this project against its peers, in turns within one run.
 
-python tools/bench/run.py CASE [--rounds R] [--json FILE] [--quick] [the case's own arguments]
+python tools/bench/run.py CASE [--rounds R] [--quick] [the case's own arguments]
 python tools/bench/run.py CASE --help
 """
 
 import argparse
-import importlib
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
-from tools.bench import harness
+from tools.bench import contrast, harness, lars, peers, pixels, step
 
-# A case is the module of its name: `CASE`, a harness.Case, says how it is measured.
-CASES = {
-    "pixels": "SimCLR's views from JPEG files, against torchvision's DataLoader",
-    "contrast": "SuNCEt, NT-Xent and PAWS, against their authors' dense forms",
-    "lars": "a LARS step, against timm's",
-    "step": "the training step, against a plain PyTorch one",
-    "peers": "SimCLR end to end, against lightly",
-}
+# Each module has ROUNDS (the default), `add_arguments`, and `measure`, which prints and returns the exit code.
+CASES = {"pixels": pixels, "contrast": contrast, "lars": lars, "step": step, "peers": peers}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure a case; return 1 if something computes wrong results."""
-    table = "\n".join(f"  {name:<9} {what}" for name, what in CASES.items())
-    first = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        epilog=f"cases:\n{table}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    first.add_argument("case", choices=CASES)
-    first.add_argument("words", nargs=argparse.REMAINDER, help="its arguments; --help lists them")
-    asked = first.parse_args(arguments)
-    module = importlib.import_module(f"tools.bench.{asked.case}")
-    case: harness.Case = module.CASE
-    parser = harness.parser(
-        module.__doc__, rounds=case.rounds, quick=case.quick, device=case.device, config=case.config
-    )
-    parser.prog += f" {asked.case}"
-    case.add_arguments(parser.add_argument)
-    options = parser.parse_intermixed_args(asked.words)
-    report = harness.Report(asked.case, options.json)
-    return report.finish(**case.measure(options, report))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    cases = parser.add_subparsers(dest="case", required=True, metavar="CASE")
+    for name, module in CASES.items():
+        text = (module.__doc__ or "").splitlines()[0]
+        added = cases.add_parser(name, help=text, description=text)
+        module.add_arguments(added.add_argument)
+        rounds = "turns of each contender (default: %(default)s)"
+        added.add_argument("--rounds", type=int, default=module.ROUNDS, help=rounds)
+        added.add_argument("--quick", action="store_true", help="little of it: for a look and for the tests")
+    options = parser.parse_args(arguments)
+    print(harness.machine(), end="\n\n", flush=True)
+    return CASES[options.case].measure(options)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ one does, the exit code is 1.
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,9 +18,10 @@ from fastsuncet.config import load_config
 from fastsuncet.distributed.place import join
 from fastsuncet.training.cuda_graph import WARMUP, first_message
 from tools.bench import harness
-from tools.bench.harness import Call, ratios, spread, target
+from tools.bench.harness import Call, ratios, spread
 from tools.bench.step_bench import StepBench
 
+ROUNDS = 7
 END_TO_END, FIXED, PLAIN = "end to end", "one fixed batch", "plain PyTorch, dense loss"
 
 
@@ -39,8 +39,8 @@ def wait_in(step: Call, device: str) -> list[str]:
     return []
 
 
-def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
-    """Time the contenders; name a wait for the device, which is wrong."""
+def measure(options: Namespace) -> int:
+    """Time the contenders; return 1 if a step waits for the device."""
     rounds, steps = (2, 1) if options.quick else (options.rounds, options.steps)
     settings = {"": []} | ({f", {' '.join(options.against)}": options.against} if options.against else {})
     with join(options.device) as place:
@@ -56,42 +56,37 @@ def measure(options: Namespace, report: harness.Report) -> dict[str, Any]:
             ahead[END_TO_END + suffix] = bench.config.data.prefetch + 1
         bench, stream = opened[0]
         calls[PLAIN] = bench.plain()
+        clock = partial(harness.seconds_of, device=device, repeats=steps)
         # Momentum exists after the warm-up, kernels are chosen, and a CUDA graph, where one is asked for, is captured.
-        seconds = harness.time_in_turns(calls, device, rounds, steps, WARMUP + 1, ahead)
-        points = harness.points_of(seconds, FIXED)
-        harness.add_counts(points, {**fixed, PLAIN: calls[PLAIN]}, device)
+        seconds = harness.time_in_turns(calls, clock, rounds, WARMUP + 1, ahead)
+        counted = {
+            name: harness.counted(call, device) for name, call in (*fixed.items(), (PLAIN, calls[PLAIN]))
+        }
         waits = [wait for step in fixed.values() for wait in wait_in(step, device)]
         for _, each in opened:
             each.close()
     views = sum(map(len, bench.batch.views)) + len(bench.batch.labeled)
-    for point in points:
-        point["views_per_second"] = [views / each for each in point["seconds"]]
-        point["speed_to_fixed"] = ratios(seconds[FIXED], point["seconds"])
-    counted = [point["host_waits"] for point in points if point["name"] in fixed]
-    notes = [note for each, _ in opened for note in each.notes]
-    notes.append(target("host waits in a step", counted, 0, at_least=False))
+    rows = []
+    for name, times in seconds.items():
+        speeds = {"ms a step": spread(times, 1e3), "views/s": spread([views / each for each in times])}
+        speeds["x one fixed batch"] = spread(ratios(seconds[FIXED], times))
+        rows.append({"": name, **speeds, **counted.get(name, {})})
+    title = f"a step of {views} views, pixels by {stream.options.backend}, {harness.CLOCK[device]}"
+    harness.show(title, rows)
     # A CPU makes the pixels itself, so there they always cost time.
     for suffix in settings if device == "cuda" else ():
         reached = ratios(seconds[FIXED + suffix], seconds[END_TO_END + suffix])
         what = f"end to end, of the speed on a fixed batch{suffix}"
-        notes.append(target(what, reached, 0.97, at_least=True))
-    columns = [
-        ("", "name", str),
-        ("ms a step", "seconds", partial(spread, factor=1e3)),
-        ("views/s" if device == "cuda" else "views per CPU second", "views_per_second", spread),
-        ("x one fixed batch", "speed_to_fixed", spread),
-        *harness.COUNTS,
-    ]
-    title = f"a step of {views} views, pixels by {stream.options.backend}, {harness.CLOCK[device]}"
-    tables = [harness.table(title, points, columns)]
-    found = {"tables": tables, "points": points, "notes": notes, "wrong": waits}
-    return {**found, "config": bench.config.canonical()}
+        harness.show_target(what, reached, 0.97, at_least=True)
+    for note in (*(note for each, _ in opened for note in each.notes), *(f"WRONG: {wait}" for wait in waits)):
+        print(note, end="\n\n")
+    return 1 if waits else 0
 
 
 def add_arguments(add: Callable) -> None:
+    add("config", help="a YAML file, or the name of a shipped one")
+    add("overrides", nargs="*", metavar="section.key=value", help="settings to change")
     add("--steps", type=int, default=10, help="in a turn (default: %(default)s)")
     text = "time our step with these settings too, in the same turns"
     add("--against", nargs="+", default=[], metavar="section.key=value", help=text)
-
-
-CASE = harness.Case(measure, 7, "two turns of one step", "auto", config=True, add_arguments=add_arguments)
+    add("--device", choices=harness.DEVICES, default="auto")

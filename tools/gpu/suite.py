@@ -3,9 +3,8 @@
     python tools/gpu/suite.py --minutes M [--device cpu|cuda] [--output PREFIX] [--small] [--only PART ...]
 
 Each part is a process with its own time limit; one that fails, hangs or kills its process does not affect the others.
-PREFIX.md gets what each part printed when it has ended: a section for BENCHMARKS.md. A part writes its figures to
-PREFIX_PART.json, and `profile` its traces beside it. So a machine that is taken away leaves what was done.
-`--device cpu --small` rehearses all of it.
+PREFIX.md gets what each part printed when it has ended: a section for BENCHMARKS.md. `profile` writes its traces beside
+it. So a machine that is taken away leaves what was done. `--device cpu --small` rehearses all of it.
 
 The suite needs no network. It needs the packages of pyproject.toml and pytest; those that the machine lacks, such as
 DALI and all that it imports (six too), pydantic, pydantic-core, annotated-types and typing-inspection, can lie in a
@@ -39,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` 
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.tuning.processes import last_error, limited, run_while
 from pipelines.cuda_compiler import driver_version
-from tools.bench.harness import environment
+from tools.bench.harness import machine
 from tools.gpu.workloads import CIFAR, IMAGENET, generate_images, overrides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,17 +67,17 @@ def cards() -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """The device, the size, the folder of generated images, the JSON file and the minutes of a part."""
+    """The device, the size, the folder of generated images, the prefix of other output and the minutes of a part."""
 
     device: str
     small: bool
     folder: Path
-    found: Path
+    output: Path
     minutes: float = 8
 
     def tool(self, *command: str) -> list[str]:
-        """Return the command of a tool, with its device, its size and its JSON file."""
-        return [*command, "--device", self.device, *["--quick"] * self.small, "--json", str(self.found)]
+        """Return the command of a tool that prints Markdown, with its device and its size."""
+        return [*command, "--device", self.device, *["--quick"] * self.small]
 
     def overrides(self, settings: tuple[str, str]) -> list[str]:
         """Return the changes of a config for this device and this size."""
@@ -114,7 +113,8 @@ def bench(case: str, *arguments: str) -> Callable[[Options], list[str]]:
 
 def workload(name: str) -> Callable[[Options], list[str]]:
     """Return the command of a part of tools/gpu/workloads.py."""
-    return lambda o: o.tool("-m", "tools.gpu.workloads", name, "--folder", str(o.folder))
+    words = ("-m", "tools.gpu.workloads", name)
+    return lambda o: o.tool(*words, "--folder", str(o.folder), "--output", str(o.output))
 
 
 def step(config: str, settings: tuple[str, str], *more: str) -> Callable[[Options], list[str]]:
@@ -174,14 +174,11 @@ def run_part(command: Sequence[str], seconds: float) -> tuple[str, str]:
 
 def heading(card: str) -> str:
     """Return the first lines of the report: the machine, the versions and the command."""
-    where = environment()
     # A published command does not show where this machine keeps files.
-    command = re.sub(r"\S*/tools/", "tools/", re.sub(r" --output(=| )\S+", "", where["command"]))
-    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    words = re.sub(r" --output(=| )\S+", "", " ".join(["python", *sys.argv]))
+    command = re.sub(r"\S*/tools/", "tools/", words)
     return (
-        f"## {where['date'][:10]}, {card}\n\n"
-        f"{where['cpu']}, {where['cores']} cores, load {where['load']:.1f} at the start. Commit "
-        f"`{where['commit'] or 'unknown'}`, {versions}. `{command}`\n\n"
+        f"## {card}\n\n{machine()} `{command}`\n\n"
         "Medians; in brackets the lowest and highest of the rounds. Ratios are taken round by round.\n\n"
     )
 
@@ -206,11 +203,11 @@ def suite(
             if left < 5:
                 status = "left out: no time"
             else:
-                found = Path(f"{output}_{part.name}.json").absolute()
-                command = part.command(Options(device, small, Path(scratch), found, seconds / 60))
+                prefix = Path(f"{output}_{part.name}").absolute()
+                command = part.command(Options(device, small, Path(scratch), prefix, seconds / 60))
                 status, text = run_part(command, seconds)
-            # Only tools, which take --json, print Markdown.
-            if text and not (status == "done" and "--json" in command):
+            # Only tools, which take --device, print Markdown.
+            if text and not (status == "done" and "--device" in command):
                 text = f"~~~\n{text.rstrip()}\n~~~\n"
             took = time.perf_counter() - began
             with path.open("a", encoding="utf-8") as report:
@@ -226,7 +223,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--output", type=Path, default=Path("gpu_suite"), help="PREFIX of .md and _PART.json")
+    parser.add_argument("--output", type=Path, default=Path("gpu_suite"), help="PREFIX of .md and the traces")
     parser.add_argument("--small", action="store_true", help="small networks and pictures: a rehearsal")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=names, help=", ".join(names))
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The parts of the GPU suite that no other tool has: python -m tools.gpu.workloads PART --json FILE --folder F ...
+"""The parts of the GPU suite that no other tool has: python -m tools.gpu.workloads PART --folder F --output PREFIX ...
 
     resume    a run that is continued from a checkpoint ends as the whole run does, to the bit
     feed      how fast the loader alone is, by operator, JPEG engine and threads
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, cycle, product, repeat
 from pathlib import Path
@@ -37,7 +38,7 @@ from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
 from tools.bench import harness
-from tools.bench.harness import Report
+from tools.bench.harness import Call, Row
 from tools.bench.pictures import texture
 from tools.bench.step import END_TO_END, FIXED
 from tools.bench.step_bench import StepBench
@@ -107,21 +108,21 @@ def open_feed(folder: Path, device: str, batch: int, **options: Any) -> Loader:
     return Loader(plan, LoaderOptions(device=where, backend="dali", **options))
 
 
-def feed(report: Report, folder: Path, device: str, small: bool) -> int:
+def feed(options: Namespace) -> int:
     """Time the loader without a network, by the settings that it could have."""
-    gpu = device == "cuda"
-    batch, steps = (8, 2) if small else (256, 12)
+    gpu = options.device == "cuda"
+    batch, steps = (8, 2) if options.quick else (256, 12)
     threads, shares = ((8, 16), (0.0, 0.65, 1.0)) if gpu else ((1, 2), (0.0,))
     plans = [*product((True,), shares, threads), (False, 0.0, threads[-1])]
-    points, notes = [], []
+    rows: list[Row] = []
     first: dict[float, torch.Tensor] = {}
     for operator, share, count in plans:
         settings = {"view_operator": operator, "hw_decoder_share": share, "threads": count}
         try:
-            loader = open_feed(folder, device, batch, **settings)
+            loader = open_feed(options.folder, options.device, batch, **settings)
             (view, _), *_ = loader(0), loader(1), loader(2)
         except (DataError, RuntimeError) as error:
-            notes.append(f"left out: {settings}: {error}")
+            print(f"left out: {settings}: {error}\n", flush=True)
             continue
         first.setdefault(share, view.cpu())
         began = time.perf_counter()
@@ -131,30 +132,28 @@ def feed(report: Report, folder: Path, device: str, small: bool) -> int:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         loader.close()
-        points.append({**settings, "views": 2 * batch * steps / seconds})
-        report.save(points=points)  # the next one can end the process
+        row = {name: str(value) for name, value in settings.items()}
+        rows.append(row | {"views/s": f"{2 * batch * steps / seconds:,.0f}"})
+        print(rows[-1], flush=True)  # the next one can end the process
+    print()
+    title = f"the loader alone, two views of 224 pixels, batches of {batch}, {steps} steps after three"
+    harness.show(title, rows)
     if {0.0, 1.0} <= first.keys():
         apart = (first[0.0].float() - first[1.0].float()).abs().max().item()
-        notes.append(
-            f"the largest difference of a batch's views at share 1.0 from those at 0.0: {apart:.4f} of 1"
-        )
-    columns = [
-        ("view operator", "view_operator", str),
-        ("JPEG engine's share", "hw_decoder_share", str),
-        ("threads", "threads", str),
-        ("views/s", "views", "{:,.0f}".format),
-    ]
-    title = f"the loader alone, two views of 224 pixels, batches of {batch}, {steps} steps after three"
-    return report.finish([harness.table(title, points, columns)], notes=notes, points=points)
+        print(f"the largest difference of a batch's views at share 1.0 from those at 0.0: {apart:.4f} of 1\n")
+    return 0
 
 
-def resume(report: Report, folder: Path, device: str, small: bool) -> int:
+def resume(options: Namespace) -> int:
     """Train ten steps, and continue the same run from its checkpoint at step five, in both precisions."""
-    points = []
+    rows: list[Row] = []
     for precision in ("fp32", "bf16"):
-        words = [*overrides(RESUME, folder, device, small), f"meta.precision={precision}"]
+        words = [
+            *overrides(RESUME, options.folder, options.device, options.quick),
+            f"meta.precision={precision}",
+        ]
         whole, continued = (
-            load_config("digits_demo", [*words, f"logging.folder={folder}/{precision}_{name}"])
+            load_config("digits_demo", [*words, f"logging.folder={options.folder}/{precision}_{name}"])
             for name in ("whole", "continued")
         )
         fastsuncet.train(whole)
@@ -168,12 +167,9 @@ def resume(report: Report, folder: Path, device: str, small: bool) -> int:
             result = "equal to the bit"
         except AssertionError as error:
             result = f"DIFFERENT: {str(error).splitlines()[0]}"
-        points.append({"name": precision, "result": result})
-    title = "weights, statistics, momentum and metrics after ten steps, continued at five"
-    table = harness.table(title, points, [("", "name", str), ("", "result", str)])
-    different = [p["name"] for p in points if p["result"].startswith("DIFFERENT")]
-    wrong = [f"a continued run in {name} does not end as the whole one" for name in different]
-    return report.finish([table], wrong=wrong, points=points)
+        rows.append({"precision": precision, "continued run": result})
+    harness.show("weights, statistics, momentum and metrics after ten steps, continued at five", rows)
+    return int(any(row["continued run"].startswith("DIFFERENT") for row in rows))
 
 
 CLOCKS = {
@@ -183,77 +179,89 @@ CLOCKS = {
 }
 
 
-def profile(report: Report, folder: Path, device: str, small: bool) -> int:
+def profile(options: Namespace) -> int:
     """Time our step and record it, on a fixed batch and end to end. CUDA records DALI's streams too.
 
-    Each way leaves a chrome trace beside the report: its gaps are the card's idle time.
+    Each way leaves a chrome trace: its gaps are the card's idle time.
     """
-    config = load_config(
-        "in1k_10pct", [*overrides(IMAGENET, folder, device, small), "model.fused_batchnorm=true"]
-    )
+    device, small = options.device, options.quick
+    words = [*overrides(IMAGENET, options.folder, device, small), "model.fused_batchnorm=true"]
+    config = load_config("in1k_10pct", words)
     # Batches that were prepared while the profiler started are used up by its first steps. A trace has few steps more:
     # its file has to be small enough to be copied from a lent machine.
     steps, ahead = 2 if small else 5, config.data.prefetch + 1
     # The CPU's operators are left out on a GPU: to record them slows the host down.
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    beside, points = report.path or folder / "profile.json", []
     with join(config.meta.device) as place:
         bench, stream = StepBench.open(config, place)
         calls = {FIXED: bench.ours(lambda _: bench.batch), END_TO_END: bench.ours(stream)}
         for way, call in calls.items():
             for _ in range(WARMUP + 1 + ahead):
                 call()
-            clocks = {
-                clock: 1e3 * harness.seconds_of(call, clock, 2 * steps)
-                for clock in dict.fromkeys((device, "cpu"))
-            }
-            host = 1e3 * harness.seconds_until_launched(call, device, 2 * steps)
-            points.append({"name": way, **clocks, "host": host})
-            report.save(points=points)  # the next one can end the process
+            row = {"": way}
+            for clock in dict.fromkeys((device, "cpu")):
+                row[CLOCKS[clock]] = f"{1e3 * harness.seconds_of(call, clock, 2 * steps):,.4g}"
+            row[CLOCKS["host"]] = f"{1e3 * seconds_until_launched(call, device, 2 * steps):,.4g}"
+            harness.show(f"{2 * steps} steps without the profiler", [row])
             with torch.profiler.profile(activities=[activity]) as recorded:
                 for _ in range(ahead + steps):
                     call()
                 if device == "cuda":
                     torch.cuda.synchronize()
-            trace = beside.with_name(f"{beside.stem}_{way.replace(' ', '_')}.json.gz")
+            trace = options.output.with_name(f"{options.output.name}_{way.replace(' ', '_')}.json.gz")
             recorded.export_chrome_trace(str(trace))
             rows = recorded.key_averages().table(
                 sort_by=f"self_{activity.name.lower()}_time_total", row_limit=25, max_name_column_width=100
             )
             print(f"{way}, {ahead + steps} steps, {trace.name}:\n\n```\n{rows}\n```\n", flush=True)
         stream.close()
-    columns = [("", "name", str), *((head, clock, "{:,.4g}".format) for clock, head in CLOCKS.items())]
-    table = harness.table(f"{2 * steps} steps without the profiler", points, columns)
-    note = f"{END_TO_END}, the first {ahead} recorded steps have batches that were prepared before"
-    return report.finish([table], notes=[note, *bench.notes], points=points)
+    print(
+        f"{END_TO_END}: the first {ahead} recorded steps have batches that were prepared before.",
+        *bench.notes,
+    )
+    return 0
 
 
-def start(report: Report, folder: Path, device: str, small: bool) -> int:
+def seconds_until_launched(call: Call, device: str, repeats: int) -> float:
+    """Return the mean seconds until a call returns. On a GPU the calls before it have ended: its queue is empty.
+
+    With calls queued, the driver holds the host up once about a thousand launches wait, and the time is the GPU's.
+    """
+    seconds = 0.0
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        seconds += time.perf_counter() - start
+    return seconds / repeats
+
+
+def start(options: Namespace) -> int:
     """Run `fastsuncet train` with an empty cache, then again under Python's profiler; time what it prints."""
-    words, points, wrong, calls = overrides(START, folder, device, small), [], [], folder / "start.pstats"
+    words, codes = overrides(START, options.folder, options.device, options.quick), []
+    calls = options.folder / "start.pstats"
     # A rehearsal does not compile the view operator anew.
-    cache = {} if small else {"FASTSUNCET_CACHE": str(folder / "cache")}
+    cache = {} if options.quick else {"FASTSUNCET_CACHE": str(options.folder / "cache")}
     for name, profiler in (("first", ()), ("second", ("-m", "cProfile", "-o", str(calls)))):
         command = [sys.executable, "-u", *profiler, "-m", "fastsuncet", "train", "in1k_10pct", *words]
-        options: dict[str, Any] = {"env": {**os.environ, **cache}, "text": True, "stderr": subprocess.STDOUT}
+        settings: dict[str, Any] = {"env": {**os.environ, **cache}, "text": True, "stderr": subprocess.STDOUT}
+        print(f"the {name} run:\n\n```", flush=True)
         began, before = time.perf_counter(), 0.0
         command.append(f"logging.write_tag={name}")
-        with subprocess.Popen(command, stdout=subprocess.PIPE, **options) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, **settings) as process:
             for line in chain(process.stdout or (), ["the end"]):
                 seconds = time.perf_counter() - began
                 if seconds - before > 0.1:  # of lines that come together the first
-                    points.append({"name": name, "seconds": seconds, "line": line.strip()[:100]})
+                    print(f"{seconds:6.1f} s  {line.strip()[:100]}", flush=True)
                 before = seconds
-        report.save(points=points)
-        if process.returncode:
-            wrong.append(f"the {name} run ended with exit code {process.returncode}")
+        print(f"```\n\nexit code {process.returncode}\n", flush=True)
+        codes.append(process.returncode)
     if calls.exists():  # else the second run was killed
         print("```")
         pstats.Stats(str(calls)).sort_stats("cumulative").print_stats("fastsuncet|pipelines|torch", 40)
         print("```\n")
-    columns = [("run", "name", str), ("seconds", "seconds", "{:.1f}".format), ("line", "line", str)]
-    table = harness.table("what two runs print, the second one under cProfile", points, columns)
-    return report.finish([table], wrong=wrong, points=points)
+    return int(any(codes))
 
 
 PARTS = {part.__name__: part for part in (feed, resume, profile, start)}
@@ -261,12 +269,14 @@ PARTS = {part.__name__: part for part in (feed, resume, profile, start)}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one part; return 1 if results are wrong."""
-    parser = harness.parser(__doc__, device="cuda", quick="small networks and pictures")
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--folder", type=Path, required=True, help="holds the images of `generate_images`")
+    parser.add_argument("--output", type=Path, required=True, help="first letters of the traces' paths")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="small networks and pictures")
     options = parser.parse_args(arguments)
-    report = Report(f"gpu suite, {options.part}", options.json, device=options.device)
-    return PARTS[options.part](report, options.folder, options.device, options.quick)
+    return PARTS[options.part](options)
 
 
 if __name__ == "__main__":
