@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastsuncet.config import Config
 from fastsuncet.distributed.place import Place
+from fastsuncet.models.fused_batchnorm import FusedBlock, fuse
 from fastsuncet.training.step import build, build_model, train_step
 from tests.support.methods import METHODS
 from tests.support.ranks import run_ranks
@@ -25,6 +26,7 @@ CASES = {
     "suncet": (),
     "detached": ("criterion.keys=detached",),
     "cross_entropy": ("criterion.supervision=cross_entropy",),
+    "fused": ("model.fused_batchnorm=true",),
     "head_batchnorm": ("model.head_batchnorm=true",),
     "own_statistics": ("model.sync_batchnorm=false",),
     "swav": SWAV,
@@ -36,12 +38,17 @@ def documented(config: Config) -> tuple[Counter, int]:
     """Return how often each (collective, bytes) is sent, and the bytes of the gradients, which DDP cuts in buckets."""
     c, model, sent = config.criterion, build_model(config, CLASSES, device="meta"), Counter()
     once_a_size = c.instance in ("swav", "paws")  # large and small crops are two passes
+    model = fuse(model, shared=True) if config.model.fused_batchnorm is True else model
+    ends = [block.ends() for block in model.modules() if isinstance(block, FusedBlock)]
+    shortcuts = {last: norm for last, norm in ends if norm is not None}
     parts = [model.encoder, model.encoder] if once_a_size else [model.encoder]
     heads = [model.head] if model.predictor is None else [model.head, model.predictor] * 2
-    for norm in (m for part in [*parts, *heads] for m in part.modules() if isinstance(m, _BatchNorm)):
-        if config.model.sync_batchnorm:
-            sent[REDUCE, 8 * (1 + 2 * norm.num_features)] += 1
-            sent[REDUCE, 8 * norm.num_features] += 1
+    norms = [m for part in [*parts, *heads] for m in part.modules() if isinstance(m, _BatchNorm)]
+    for norm in norms if config.model.sync_batchnorm else ():
+        if norm not in shortcuts.values():
+            channels = [each.num_features for each in (norm, shortcuts.get(norm)) if each is not None]
+            sent[REDUCE, 8 * sum(1 + 2 * count for count in channels)] += 1
+            sent[REDUCE, 8 * sum(channels)] += 1
 
     def compared(count: int, *, labels: bool = False, gathers: int = 1) -> None:
         """Count what gathers rows, and on a CPU their shape, and reduces the gradient of the keys."""

@@ -125,6 +125,14 @@ def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images, c
     assert all("aten::convolution" in {e.get("name") for e in trace["traceEvents"]} for trace in traces)
 
 
+def test_seconds_until_launched_begin_behind_an_empty_queue(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("empty"))
+    monkeypatch.setattr(workloads.time, "perf_counter", lambda: len(seen))
+    assert workloads.seconds_until_launched(lambda: seen.append("launched"), "cuda", 2) == 1
+    assert seen == ["empty", "launched"] * 2
+
+
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generated")
