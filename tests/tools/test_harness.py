@@ -26,7 +26,7 @@ SCRIPTS = sorted(
 @pytest.mark.slow
 def test_every_tool_answers_help(tmp_path):
     """Each script runs from another folder as a user starts it; one process, because importing torch is slow."""
-    assert len(SCRIPTS) >= 7
+    assert len(SCRIPTS) == 6
     code = """
 import io, runpy, sys
 from contextlib import redirect_stdout

@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import date
 from functools import partial
@@ -69,12 +70,6 @@ def wall_and_cpu(call: Call, repeats: int) -> tuple[float, float]:
     return time.perf_counter() - wall, cpu_seconds() - cpu
 
 
-def rotated(names: Sequence[Any], turn: int) -> list[Any]:
-    """Return `names` starting with another one each turn, so that none always runs behind the same neighbor."""
-    start = turn % max(1, len(names))
-    return [*names[start:], *names[:start]]
-
-
 def time_in_turns(
     calls: Mapping[Any, Call],
     clock: Callable[[Call], Time],
@@ -90,13 +85,15 @@ def time_in_turns(
         for _ in range(warmup):
             call()
     found: dict[Any, list[Time]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        for name in rotated(list(calls), turn):
+    order = deque(calls)
+    for _ in range(rounds):
+        for name in order:
             if discarded:
                 settle()
             for _ in range((discarded or {}).get(name, 0)):
                 calls[name]()
             found[name].append(clock(calls[name]))
+        order.rotate(-1)  # so that none always runs behind the same neighbor
     return found
 
 
