@@ -32,7 +32,7 @@ TOP = {"README.md": "index.md", **{f"{name}.md": f"{name.lower()}.md" for name i
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
 # Pages whose tables take the place of the table of contents.
 WIDE = ("docs/gpu.md", "docs/paper.md", "docs/trust.md")
-LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[((?:!\[[^\]]*\]\([^)]*\)|[^\]])*)\]\((?!https?:|#)([^)\s#]+)(#[^)\s]*)?\)")
 FETCHED = re.compile(
     r'<(?:script|link(?! rel="canonical")|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"'
 )
@@ -65,7 +65,7 @@ def relink(text: str, path: str) -> str:
     for link, target in _targets(text, posixpath.dirname(path)):
         new = link[1]
         if not (ROOT / target).is_dir():
-            name = _title(target) if new.endswith(".md") else new
+            name = _title(target) if new.endswith(".md") else relink(new, path)  # the link of a picture
             new = f"[{name}]({posixpath.relpath(page_of(target), here or '.')}{link[3] or ''})"
         parts += [text[end : link.start()], new]
         end = link.end()
