@@ -168,8 +168,7 @@ class Config(Sections):
         data = self.data
         files = data.kind in FILES
         if files and data.pack is None and data.root and not typed_path(data.root).is_dir():
-            where = self.where("data.root")
-            more = ". A path in a config is relative to the config's folder"
+            where, more = self.where("data.root"), ""
             if where == "data.root":  # the config of a checkpoint is in no file
                 more = ", in config.yaml of the run, and give that file for the run"
             raise DataError(

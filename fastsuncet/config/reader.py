@@ -250,6 +250,12 @@ def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | 
             key, text, origin = "", f"must be lines `key: value` with the keys {names}", Origin(shown, 1)
     except FileNotFoundError:
         text = _not_found(path, shown)
+    except IsADirectoryError:
+        text = f"{shown} is a folder, not a config; "
+        if (path / "config.yaml").exists():
+            text += f"the config of this run is {os.path.join(shown, 'config.yaml')}"
+        else:
+            text += f"`fastsuncet init {shown}` writes a config for a folder of images"
     except OSError as error:
         text = f"{shown} cannot be read: {error.strerror}"
     except UnicodeDecodeError as error:

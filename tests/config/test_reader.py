@@ -69,7 +69,7 @@ def test_reader_executes_nothing(tag):
         ("runn.yaml", r"runn\.yaml\n +no such file; did you mean run\.yaml\?"),
         ("./zzz", r"\./zzz\n +no such file; \. holds run\.yaml"),
         ("nowhere/run.yaml", "no such file: there is no folder nowhere"),
-        (".", r"\. cannot be read: Is a directory"),
+        (".", r"\. is a folder, not a config; `fastsuncet init \.` writes a config for a folder"),
         *(
             (name, r"no such file; did you mean in1k_10pct, a config of the package\?")
             for name in ("in1k_10pc", "in1k_10pct.yaml", "configs/in1k_10pct.yaml")
@@ -144,7 +144,7 @@ def test_reader_batch_sizes_replace_each_other():
         ("", r"run\.yaml:1: base: null\n      must be the name of another config file"),
         ("run.yaml", r"run\.yaml:1: base: run\.yaml\n      leads in a circle: run\.yaml -> run\.yaml\. Remove"),
         ("back.yaml", r"back\.yaml:1: base: \./run\.yaml\n .*: run\.yaml -> back\.yaml -> run\.yaml\. Remove"),
-        (".", r"run\.yaml:1: base: \.\n      \. cannot be read: Is a directory"),
+        (".", r"run\.yaml:1: base: \.\n      \. is a folder, not a config; `fastsuncet init"),
     ],
 )  # fmt: skip
 def test_reader_wrong_base(base, message):
