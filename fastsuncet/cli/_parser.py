@@ -1,13 +1,14 @@
 """The parser of one command, and the help that a user reads about all of them.
 
 The help of a command is its module's docstring: a line for the list of commands, what it does, then examples and exit
-codes. A command without exit codes of its own has EXIT_CODES.
+codes. A command without exit codes of its own has EXIT_CODES, which the list of commands shows.
 """
 
 import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib import import_module
@@ -27,12 +28,12 @@ EXIT_CODES = """\
 exit codes:
   0    done
   1    a bug: please report it with its traceback
-  2    the config or the command line is wrong; or a batch does not fit the GPU's memory
+  2    the config or the command line is wrong, or a batch does not fit the GPU
   3    the data is wrong: a missing folder, an image that cannot be decoded
   4    a loss is not finite; nothing of that step was saved
-  5    no checkpoint can be used, or none can be written; or an export cannot (the run is saved)
-  75   stopped by a signal and saved: run the same command again (schedulers: requeue)
-  124  a rank hung and is named: run the same command again
+  5    a checkpoint, a result or an export cannot be read or written
+  75   stopped by a signal and saved: the same command continues (requeue it)
+  124  a rank hung and is named: the same command continues
   130  interrupted from the keyboard"""
 
 
@@ -40,6 +41,14 @@ class UsageError(FastSuncetError):
     """The command line cannot be understood."""
 
     exit_code = 2
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Fill paragraphs to the terminal's width; tables and examples, with indented lines, stay."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.split("\n\n")
+        return "\n\n".join(part if "\n  " in f"\n{part}" else textwrap.fill(part, width) for part in parts)
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,12 +65,12 @@ class Parser(argparse.ArgumentParser):
         text = self.module.__doc__.strip()
         above, *below = re.split(r"\n\n(?=examples:|exit codes:)", text, maxsplit=1)
         if "exit codes:" not in text:
-            below.append(EXIT_CODES)
+            below.append("exit codes: `fastsuncet --help` lists them")
         super().__init__(
             prog=f"fastsuncet {name}",
             description=above,
             epilog="\n\n".join(below),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
         getattr(self.module, "arguments", lambda parser: None)(self)
@@ -75,8 +84,10 @@ class Parser(argparse.ArgumentParser):
         """Add an option without a value."""
         self.add_argument(name, action="store_true", help=help, **settings)
 
-    def takes_config(self, takes: str = "CONFIG", *, ranks: bool = False) -> None:
+    def takes_config(self, takes: str = "CONFIG", *, kind: str = "", ranks: bool = False) -> None:
         """Add a config and its overrides as the last argument; `parse` loads it if the command takes CONFIG.
+
+        `kind` is what the argument can be besides a config.
 
         With `ranks` the options have the command line as `arguments`, which starts the same command on further ranks.
         """
@@ -84,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         before = "".join(f"{action.metavar} " for action in self._actions if not action.option_strings)
         self.operand, self.usage = takes, f"{self.prog} {before}{takes} [section.key=value ...] [options]"
         words = "a YAML file or the name of a shipped config, and changes to it as section.key=value"
-        self.add_argument("words", nargs="*", metavar=takes, help=words)
+        self.add_argument("words", nargs="*", metavar=takes, help=f"{kind}{words}")
 
     def takes_encoder(self, *, every: bool) -> None:
         """Add --encoder and --step, and --every-checkpoint where a command has it, which excludes --step."""
@@ -152,7 +163,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"which config? For example: fastsuncet {' '.join(line)} digits_demo")
         if len(files) > 1:
             self.error(
-                f"expected one config, not {len(files)} ({', '.join(files)}). Write changes to it as section.key=value"
+                f"expected one config, not {len(files)} ({', '.join(files)}). "
+                "Write a change to it as section.key=value, in quotes if it has spaces"
             )
         if self.operand == "CONFIG":
             options.config = load(files[0], overrides)
@@ -260,19 +272,17 @@ def overview(names: Iterable[str]) -> str:
     return f"""\
 usage: fastsuncet COMMAND ...
 
-Pre-trains image encoders with SimCLR + SuNCEt: contrastive learning that uses the labels of some
-images.
+Pre-trains image encoders with the labels of some of the images (SimCLR +
+SuNCEt, PAWS and others), evaluates, exports and uses them.
 
 commands:
 {lines}
 
-`fastsuncet COMMAND --help` explains a command with examples. First steps, without data of your own,
-and with it:
+`fastsuncet COMMAND --help` explains a command with examples. First steps:
 
   fastsuncet doctor
-  fastsuncet demo
-
-  fastsuncet init photos --labels labels.csv
+  fastsuncet demo                                without data of your own
+  fastsuncet init photos --labels labels.csv     with your own: writes mine.yaml
   fastsuncet train mine.yaml
   fastsuncet predict mine.yaml photos --output predictions.csv
   fastsuncet suggest mine.yaml --output next.csv --page

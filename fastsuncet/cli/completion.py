@@ -3,8 +3,8 @@
 It completes commands, options and their choices, names of shipped configs and keys of a config.
 
 examples:
-  source <(fastsuncet completion bash)                             for this shell
-  fastsuncet completion zsh > ~/.fastsuncet && echo 'source ~/.fastsuncet' >> ~/.zshrc
+  source <(fastsuncet completion bash)
+  fastsuncet completion zsh > ~/.fastsuncet  # and source it in ~/.zshrc
 
 exit codes: 0 printed; 2 another shell
 """

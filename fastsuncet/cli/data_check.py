@@ -19,7 +19,7 @@ from fastsuncet.cli._parser import Options, Parser, load
 
 
 def arguments(parser: Parser) -> None:
-    parser.takes_config("FOLDER or CONFIG")
+    parser.takes_config("FOLDER or CONFIG", kind="a folder of images; or ")
 
 
 def run(parser: Parser, options: Options) -> None:

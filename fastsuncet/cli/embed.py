@@ -13,7 +13,7 @@ is at --output stays, unless --force is given. A bad image ends the command with
 
 examples:
   fastsuncet embed runs/in1k_10pct ~/photos --output photos.npz
-  fastsuncet embed encoder/torchvision.pth /data/imagenet/val --output val.parquet
+  fastsuncet embed runs/mine/export/torchvision.pth photos --output p.parquet
 """
 
 from fastsuncet.cli._parser import Options, Parser, is_config, load, path, whole

@@ -4,11 +4,12 @@ Writes the encoder of a run's newest good checkpoint, or of --step, for other pr
 without the projection head, in float32, and a JSON with the config, the normalization, the image
 size, the sha256 and the results. A fine-tuned encoder keeps its classifier.
 
-  torchvision   RUN/export/torchvision.pth   torchvision.models.resnet50().load_state_dict
-  timm          RUN/export/timm.pth          the same for timm.create_model
-  safetensors   RUN/export/safetensors       a folder for timm.create_model("local-dir:...") and for
-                                             the Hugging Face hub: weights, config.json, README.md
-  onnx          RUN/export/onnx.onnx         needs pip install onnx onnxscript onnxruntime
+  torchvision  RUN/export/torchvision.pth  state_dict for torchvision.models
+  timm         RUN/export/timm.pth         state_dict for timm.create_model
+  safetensors  RUN/export/safetensors      folder for timm ("local-dir:...") and
+                                           the Hugging Face hub
+  onnx         RUN/export/onnx.onnx        needs pip install onnx onnxscript
+                                           onnxruntime
 
 `fastsuncet train` does this at the end of a run for the formats in checkpoint.export. An export
 replaces the earlier one in RUN/export in one step. What is at --output stays, unless --force is
@@ -29,7 +30,7 @@ def arguments(parser: Parser) -> None:
     parser.writes("the file or folder (default: one in RUN/export)", metavar="PATH", required=False)
     parser.takes("--step", "N", "this checkpoint of the run (default: the newest)", type=whole(0))
     parser.takes_force()
-    parser.takes_config("RUN or CONFIG")
+    parser.takes_config("RUN or CONFIG", kind="the folder of a run or a fine-tuning; or ")
 
 
 def run(parser: Parser, options: Options) -> None:

@@ -22,8 +22,9 @@ examples:
   fastsuncet finetune digits_demo finetune.epochs=20 finetune.batch_size=64
   fastsuncet finetune cifar10_suncet --every-checkpoint
   fastsuncet finetune in1k_10pct finetune.accumulate=4 --step 140740
-  fastsuncet finetune in1k_10pct data.root=/data/imagenet --encoder resnet50.pth \
-      'data.augmentation.mean=[0.485, 0.456, 0.406]' 'data.augmentation.std=[0.229, 0.224, 0.225]'
+  fastsuncet finetune in1k_10pct --encoder resnet50.pth \
+      'data.augmentation.mean=[0.485, 0.456, 0.406]' \
+      'data.augmentation.std=[0.229, 0.224, 0.225]'
 
 If memory is not enough, finetune.accumulate=A makes each update in A passes. BatchNorm then sees
 1/A of a process's images.

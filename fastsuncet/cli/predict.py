@@ -8,9 +8,9 @@ fitted to the labeled images of the run (data.split; all that have a label where
 kept in RUN/classifier: the next call takes them from there. Lines say which and why.
 
 Probabilities are calibrated: one temperature is fitted on images that the classifier has not
-learned from, folds of the labels or the validation images of a fine-tuning. The
-command prints how many predictions should be right, by how much the probabilities are off, and how
-many images are below 0.5. Take the config as RUN to use labels that its CSV has by now.
+learned from, folds of the labels or the validation images of a fine-tuning. The command
+prints how many predictions should be right, by how much the probabilities are off, and how many
+images are below 0.5. Take the config as RUN to use labels that its CSV has by now.
 
 The same command continues one that was stopped. The file exists only once it is complete, and what
 is at --output stays, unless --force is given. A bad image ends the command with its name; with
@@ -21,7 +21,7 @@ classes. Pictures with a label that the classifier knows are shown only if there
 
 examples:
   fastsuncet predict mine.yaml ~/photos --output predictions.csv --page
-  fastsuncet predict runs/in1k_10pct ~/photos --output predictions.parquet --skip-bad
+  fastsuncet predict runs/mine ~/photos --output predictions.parquet --skip-bad
 """
 
 from fastsuncet.cli._parser import Parser, config_or_run, path, whole

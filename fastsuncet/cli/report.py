@@ -12,11 +12,11 @@ results, weights, settings and versions. --watch writes it anew while the run go
 
 examples:
   fastsuncet report runs/cifar10_simclr runs/cifar10_suncet
-  fastsuncet report runs/cifar10_* --baseline runs/cifar10_simclr_seed0 --metric top1 --metric top5
+  fastsuncet report runs/* --baseline runs/simclr --metric top1 --metric top5
   fastsuncet report runs/in1k_10pct --paper imagenet-10pct --output reports/in1k
-  fastsuncet report runs/in1k_simclr-*ep runs/in1k_suncet_10pct-*ep --lengths --paper
-  fastsuncet report --paper                  the paper's curves, and the savings that it claims
-  fastsuncet report --watch runs/in1k_10pct  then open runs/in1k_10pct/page.html in a browser
+  fastsuncet report runs/in1k_*ep --lengths --paper
+  fastsuncet report --paper                  the paper's curves and savings
+  fastsuncet report --watch runs/in1k_10pct  then open runs/in1k_10pct/page.html
 
 figures: imagenet-10pct (the default) and imagenet-1pct are curves; transfer, related, npi and
 losses are single points

@@ -1,4 +1,4 @@
-"""Choose the images to label next, and write a page to label them on.
+"""Choose the images to label next, and make a page to label them on.
 
 Writes N images of the run's data that have no label: typical ones that differ from each other and
 from the labeled ones (TypiClust). Of more than 100,000 it looks at a random part. FILE has lines of
@@ -14,7 +14,7 @@ What is at --output stays, unless --force is given.
 
 examples:
   fastsuncet suggest mine.yaml --count 50 --output next.csv --page
-  fastsuncet predict mine.yaml ~/photos --output predictions.csv   # with the new labels
+  fastsuncet predict mine.yaml ~/photos --output again.csv  # reads them
 """
 
 from fastsuncet.cli._parser import Parser, config_or_run, whole

@@ -9,14 +9,13 @@ processes that they start. Batch sizes count the images of all processes, so a c
 experiment on any number of GPUs.
 
 examples:
-  fastsuncet train digits_demo                   small real images: no download, no GPU
-  fastsuncet train cifar10_suncet --dry-run      check and print the plan only
-  fastsuncet train in1k_10pct --dry-run=step     also make steps: memory, and hours of the run
+  fastsuncet train digits_demo                   digits: no download, no GPU
+  fastsuncet train cifar10_suncet --dry-run      check, and print the plan
+  fastsuncet train in1k_10pct --dry-run=step     also make steps: memory, hours
   fastsuncet train in1k_10pct data.root=/data/imagenet optimization.epochs=100
-  fastsuncet train my.yaml 'data.augmentation.crop_scale=[0.2, 1.0]' checkpoint.every_epochs=10
+  fastsuncet train my.yaml 'data.augmentation.crop_scale=[0.2, 1.0]'
   torchrun --nproc-per-node 8 -m fastsuncet train in1k_10pct
 
---dry-run --show-config prints the plan, and then all keys with their values in this run.
 """
 
 from fastsuncet.cli._parser import Options, Parser

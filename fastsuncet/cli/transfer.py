@@ -17,7 +17,8 @@ examples:
   fastsuncet transfer in1k_10pct transfer.root=/data
   fastsuncet transfer in1k_10pct transfer.root=/data --step 227000
   fastsuncet transfer in1k_10pct transfer.root=/data --encoder resnet50.pth
-  sbatch --array=1-28 job.sh    with: fastsuncet transfer my.yaml --cell $SLURM_ARRAY_TASK_ID/28
+  sbatch --array=1-28 job.sh, with the line
+    fastsuncet transfer my.yaml --cell $SLURM_ARRAY_TASK_ID/28
 """
 
 from fastsuncet.cli._parser import Parser

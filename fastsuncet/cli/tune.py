@@ -20,6 +20,6 @@ from fastsuncet.cli._parser import Parser, number
 
 
 def arguments(parser: Parser) -> None:
-    parser.takes("--minutes", "M", "start nothing after this (default: 20)", type=number, default=20.0)
-    parser.writes("the config to write, such as fast.yaml")
+    parser.takes("--minutes", "M", "start no trial after this (default: 20)", type=number, default=20.0)
+    parser.writes("the config to write, such as fast.yaml (required)")
     parser.takes_config(ranks=True)
