@@ -1,6 +1,6 @@
 """Print what a run costs: multiply-adds of its network by torch's counter, then petaFLOPs of update, epoch and run.
 
-    python tools/measure_flops.py configs/in1k_10pct.yaml [section.key=value ...] [--images N] [--world-size W]
+    python tools/measure_flops.py configs/in1k_10pct.yaml [section.key=value ...] [--images N] [--world-size W] [--json]
 
 torch counts one forward and backward pass on the meta device, where tensors have shapes and no values: nothing is
 computed, and no data is needed. The ledger counts 6 FLOP per multiply-add, which includes the gradient of the images;
@@ -8,6 +8,7 @@ training does not need that one, so torch's count is smaller.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -34,54 +35,63 @@ def training_flops(config: Config, *, image_gradient: bool = False) -> int:
     return counter.get_total_flops() // 2
 
 
-def show_network(config: Config) -> None:
-    """Print the table of one view's cost."""
-    m, size = config.model, config.data.augmentation.size
-    macs = network_cost(m.name, m.stem, size, *m.head).macs
-    counts = {
-        "GMAC, forward": macs,
-        "GFLOP, forward and backward, torch's count": training_flops(config),
-        f"GFLOP, {FLOP_PER_MAC} per MAC, as the ledger counts": FLOP_PER_MAC * macs,
+def network_counts(config: Config) -> dict[str, int]:
+    """Return the cost of one view."""
+    m = config.model
+    macs = network_cost(m.name, m.stem, config.data.augmentation.size, *m.head).macs
+    return {
+        "MAC, forward": macs,
+        "FLOP, forward and backward, torch's count": training_flops(config),
+        f"FLOP, {FLOP_PER_MAC} per MAC, as the ledger counts": FLOP_PER_MAC * macs,
     }
-    title = f"one view: {m.name}, {m.stem} stem, {size} px, head {m.hidden}-{m.output}"
-    harness.show(title, [{"": name, "cost": f"{count / 1e9:.5g}"} for name, count in counts.items()])
 
 
-def show_run(config: Config, a: Arithmetic, images: int) -> None:
-    """Print the table of views and petaFLOPs, with the labeled batch and after its switch-off."""
-    costs = {}  # name -> views and multiply-adds
+def run_costs(config: Config, a: Arithmetic) -> dict[str, tuple[int, float]]:
+    """Return views and petaFLOPs, with the labeled batch and after its switch-off."""
+    costs = {}
     for name, labeled in ((" with labels", True), ("", False)):
         if labeled and not a.supervised_steps:
             continue
         views, macs = a.update_views(labeled), update_macs(config, a, labeled)
         for what, updates in (("update", 1), ("epoch", a.steps_per_epoch)):
-            costs[what + name] = views * updates, macs * updates
+            costs[what + name] = views * updates, petaflops(macs * updates)
     # When the loss on labels plateaus is not known before the run.
     most = " with labels to the end" if config.criterion.supervised_epochs == "plateau" else ""
     on, off = a.supervised_steps, a.steps - a.supervised_steps
     views = on * a.update_views(True) + off * a.update_views(False)
-    costs[f"run of {a.steps:,} updates{most}"] = views, run_macs(config, a)
-    rows = [
-        {"": name, "views": f"{views:,}", "petaFLOPs": f"{petaflops(macs):.5g}"}
-        for name, (views, macs) in costs.items()
-    ]
-    harness.show(f"{images:,} images, {a.steps_per_epoch:,} updates an epoch", rows)
+    costs[f"run of {a.steps:,} updates{most}"] = views, petaflops(run_macs(config, a))
+    return costs
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print both tables."""
+    """Print both tables, or their numbers as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", help="a YAML file, or the name of a shipped one")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
     parser.add_argument("--images", type=int, help="unlabeled images (default: those of the public data set)")
     parser.add_argument("--world-size", type=int, default=1, help="processes, for batch sizes given per rank")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options = parser.parse_intermixed_args(arguments)
-    if (options.images is not None and options.images < 1) or options.world_size < 1:
+    if options.world_size < 1 or (options.images is not None and options.images < 1):
         parser.error("--images and --world-size must be above 0")
     config = load_config(options.config, options.overrides)
     images = options.images or IMAGES.get(config.data.kind, IMAGES["image_folder"])
-    show_network(config)
-    show_run(config, config.resolve(options.world_size, images), images)
+    a = config.resolve(options.world_size, images)
+    view, costs = network_counts(config), run_costs(config, a)
+    if options.json:
+        run = {name: {"views": views, "petaflops": spent} for name, (views, spent) in costs.items()}
+        print(json.dumps({"images": images, "view": view, "run": run}, indent=2))
+        return 0
+    m = config.model
+    title = (
+        f"one view: {m.name}, {m.stem} stem, {config.data.augmentation.size} px, head {m.hidden}-{m.output}"
+    )
+    harness.show(title, [{"": f"G{name}", "cost": f"{count / 1e9:.5g}"} for name, count in view.items()])
+    rows = [
+        {"": name, "views": f"{views:,}", "petaFLOPs": f"{spent:.5g}"}
+        for name, (views, spent) in costs.items()
+    ]
+    harness.show(f"{images:,} images, {a.steps_per_epoch:,} updates an epoch", rows)
     return 0
 
 

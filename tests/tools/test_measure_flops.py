@@ -1,5 +1,6 @@
 """measure_flops prints what a run costs, by torch's own counter."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def test_measure_flops_of_other_images_changes_the_epoch_and_not_the_update(cost
     rows = cost_of("cifar10_simclr.yaml", "--images", "2560", "optimization.epochs=20")
     assert rows["update"][0] == "512" and rows["epoch"][0] == "5,120"
     assert float(rows["update"][1]) == pytest.approx(0.0040, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_measure_flops_prints_its_numbers_as_json(capsys):
+    assert main([str(CONFIGS / "cifar10_simclr.yaml"), "--json", "optimization.epochs=20"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    view, update = costs["view"], costs["run"]["update"]
+    assert update["views"] == 512
+    assert update["petaflops"] == pytest.approx(512 * 6e-15 * view["MAC, forward"])
 
 
 @pytest.mark.parametrize("wrong", ["--images=0", "--world-size=0"])
