@@ -181,7 +181,7 @@ def uses_tf32(factor: Tensor) -> bool:
         return False
     # The switch has a new name since torch 2.9. Where a program has used it, the old one cannot be read.
     switch = torch.backends.cuda.matmul
-    return switch.fp32_precision == "tf32" if hasattr(switch, "fp32_precision") else switch.allow_tf32
+    return switch.fp32_precision == "tf32" if hasattr(switch, "fp32_precision") else bool(switch.allow_tf32)
 
 
 def rounded_to_tf32(x: Tensor) -> Tensor:

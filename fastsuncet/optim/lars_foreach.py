@@ -15,7 +15,6 @@ and w straight to the momentum, which takes two thirds of the time.
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch import Tensor
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def require(name: str, value: Any, below: float = math.inf) -> None:
+def require(name: str, value: float, below: float = math.inf) -> None:
     """Raise ValueError for a setting that is no number from 0 to below `below`."""
     if not isinstance(value, Real) or not 0 <= value < below:
         raise ValueError(f"LARS: {name} must be a number from 0 to below {below}, not {value!r}")
