@@ -3,10 +3,10 @@
 import io
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -101,6 +101,8 @@ def _with_images(
     config: Config, images: ImageInput, labels: Iterable[Any] | None
 ) -> tuple[Config, ImageIndex]:
     """Return the config of the same run with other training images, and their index, which `data.index` then names."""
+    if isinstance(labels, (str, Mapping, Set)) or (isinstance(images, Mapping) and labels is not None):
+        raise DataError("give files and a list of their labels, or one dictionary of files and their classes")
     if isinstance(images, Mapping):
         images, labels = list(images), list(images.values())
     kept, upright = config.run_folder / "images.npz", config.data.exif_orientation
@@ -159,6 +161,11 @@ def _opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
             f"images in a list are paths, not {kind}: give pixels as one array (N, H, W, 3) uint8"
         )
     return image_list(files, upright=upright), [str(file) for file in files]
+
+
+def _require_positive(name: str, count: int) -> None:
+    if not isinstance(count, Integral) or count < 1:
+        raise ConfigError(f"{name} must be a whole number of 1 or more, not {count!r}")
 
 
 def _where(run: str | Path | Config) -> Path | Config:
@@ -232,6 +239,7 @@ def embed(
     continued. Raises ConfigError for an encoder without a view, DataError for no images or a bad one. With `skip_bad`
     its features are NaN, if another image is good.
     """
+    _require_positive("batch", batch)
     encoder = encoder if isinstance(encoder, nn.Module) else load_encoder(encoder)
     view = view or getattr(encoder, "view", None)
     if view is None:
@@ -255,6 +263,7 @@ def predict(
     the same into a file and can be continued. Raises ConfigError, and DataError for missing labels or a bad image,
     which `skip_bad` leaves out if another one is good.
     """
+    _require_positive("batch", batch)
     if isinstance(images, (str, Path)):
         existing_folder(images)  # before a classifier is fitted
     return predict_command.predictions(_where(run), partial(_opened, images), batch=batch, skip_bad=skip_bad)
@@ -266,4 +275,5 @@ def suggest(run: str | Path | Config, count: int = 50) -> list[str]:
 
     `run` is as that of `predict`. Raises DataError where fewer images have no label.
     """
+    _require_positive("count", count)
     return suggest_command.suggestions(_where(run), count).names

@@ -13,6 +13,7 @@ from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.collectives import all_gather_rows
 from fastsuncet.distributed.place import Place
+from fastsuncet.errors import ConfigError
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_evaluation_loader
 from pipelines.sampling.augmentation import Augmentation, Center
@@ -101,7 +102,11 @@ def _forward(
         for shown in loader:
             before_batch()
             for view, pixels in enumerate(shown):
-                h = network(pixels.to(like)).float()
+                h = network(pixels.to(like))
+                if not isinstance(h, Tensor) or h.ndim != 2:
+                    kind = f"a tensor {tuple(h.shape)}" if isinstance(h, Tensor) else type(h).__name__
+                    raise ConfigError(f"an encoder maps images to a tensor (images, width), not to {kind}")
+                h = h.float()
                 # One block from the start: joining a list of batches would hold every row twice.
                 rows = h.new_empty(count, len(views), h.shape[1]) if rows is None else rows
                 rows[done : done + len(h), view] = h

@@ -124,6 +124,8 @@ def test_calls_from_a_program_with_its_own_defaults_and_a_relative_folder(tmp_pa
     assert again.dtype == np.float32 and np.allclose(rows, again, rtol=0.1, atol=0.1)
     flat = fastsuncet.embed(torch.nn.Flatten(), pixels, view=encoder.view)[1]
     assert flat.shape == (12, 3 * 16 * 16)
+    with pytest.raises(ConfigError, match=r"\(images, width\), not to a tensor \(12, 3, 16, 16\)"):
+        fastsuncet.embed(torch.nn.Identity(), pixels, view=encoder.view)
 
 
 def test_train_and_embed_refuse_images_that_are_none(tmp_path):
@@ -134,6 +136,8 @@ def test_train_and_embed_refuse_images_that_are_none(tmp_path):
         (np.zeros((2, 8, 8, 3), np.float32), None, "not .* float32"),
         (np.zeros((2, 8, 8, 3), np.uint8), ["cat"], "1 labels were given for 2 images"),
         (np.zeros((1, 8, 8, 3), np.uint8), torch.ones(1, 10), r"a label is the name .* not tensor"),
+        (["a.jpg"], {"a.jpg": "cat"}, "one dictionary of files and their classes"),
+        ({"a.jpg": "cat"}, ["cat"], "one dictionary of files and their classes"),
         (["a.jpg", "a.jpg"], None, "given more than once"),
         ([np.zeros((8, 8, 3), np.uint8)], None, "paths, not ndarray: give pixels as one array"),
     )
@@ -142,6 +146,11 @@ def test_train_and_embed_refuse_images_that_are_none(tmp_path):
             fastsuncet.train(config, images, labels)
     with pytest.raises(ConfigError, match="pass both"):
         fastsuncet.train(config, labels=["cat"])
+    for call in (fastsuncet.embed, fastsuncet.predict):
+        with pytest.raises(ConfigError, match="batch must be a whole number of 1 or more, not 0"):
+            call(tmp_path, tmp_path, batch=0)
+    with pytest.raises(ConfigError, match=r"count must be .* not -1"):
+        fastsuncet.suggest(tmp_path, -1)
     with pytest.raises(ConfigError, match="pass view=Center"):
         fastsuncet.embed(torch.nn.Conv2d(3, 3, 1), tmp_path)
 
