@@ -119,10 +119,11 @@ def share_right(predicted: Tensor, truth: Tensor) -> float:
 
 def per_class(predicted: Tensor, truth: Tensor, classes: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return what a result records of each class that has images: their number, accuracy, and predicted classes."""
-    pairs, counts = torch.stack([truth, predicted]).unique(dim=1, return_counts=True)  # sorted
+    both = torch.stack([truth, predicted]).cpu().numpy()
+    pairs, counts = np.unique(both, axis=1, return_counts=True)  # sorted
     found: dict[str, dict[str, Any]] = {}
     for true, other, count in zip(*pairs.tolist(), counts.tolist()):
-        of = found.setdefault(classes[true], {"images": 0, "accuracy": 0.0, "predicted": {}})
+        of = found.setdefault(classes[int(true)], {"images": 0, "accuracy": 0.0, "predicted": {}})
         of["images"] += count
         of["predicted"][classes[other]] = count
     for name, of in found.items():

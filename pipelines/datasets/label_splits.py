@@ -41,7 +41,7 @@ class Split:
             return f"no labeled images ({self.source})"
         return (
             f"{len(self.indices):,} labeled images, {self.per_class.min():,} to {self.per_class.max():,} in each "
-            f"of {len(self.per_class)} classes ({self.source}; names {self.fingerprint[:12]})"
+            f"of {len(self.per_class):,} classes ({self.source}; names {self.fingerprint[:12]})"
         )
 
 

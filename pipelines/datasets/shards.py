@@ -170,7 +170,7 @@ def scan_shard(path: Path) -> Scan:
             tarfile.open(fileobj=file, mode="r:", errorlevel=2) as tar,
         ):
             for member in iter(tar.next, None):
-                tar.members.clear()  # tarfile keeps a kilobyte of each
+                tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue] - tarfile keeps a kilobyte of each
                 file.allowed = _HEADER_BYTES
                 name = member.name.removeprefix("./")
                 if member.isdir():
