@@ -214,7 +214,8 @@ def _in_group(place: Place, timeout: int) -> Iterator[Place]:
             f"WORLD_SIZE is {world_size}, but these environment variables are missing: {', '.join(missing)}. Start "
             "with torchrun or srun, set them to the host and a free port of rank 0, or unset WORLD_SIZE for one process"
         )
-    _number("MASTER_PORT", 0)
+    if _number("MASTER_PORT", 0) > 65_535:
+        raise ConfigError(f"MASTER_PORT is {os.environ['MASTER_PORT']}, and a port is at most 65535")
     notice = threading.Timer(NOTICE, say_line, (_awaited(place), sys.stderr))
     notice.daemon = True
     notice.start()

@@ -61,8 +61,9 @@ class MetricsWriter:
             purge_step = undone if resume_step is None else resume_step + 1
             # Before the files change: a missing package must not leave a run half set back.
             self._trackers = Trackers(config, self.folder, purge_step, say)
-            self._trackers.tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
-            self._trackers.tell(lambda tracker: tracker.settings(config))
+            if config is not None:
+                self._trackers.tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
+                self._trackers.tell(lambda tracker: tracker.settings(config))
             kept = _move_later_lines(self.folder, resume_step, evaluated, say)
             rows = [self._row(record) for record in kept if record["kind"] == "train"]
             atomic_files.replace(self.folder / CSV, csv_table([["step", *self.columns], *rows]))

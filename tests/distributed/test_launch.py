@@ -136,6 +136,10 @@ def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
             {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
             "variable MASTER_PORT is 'x'",
         ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "91234"},
+            "at most 65535",
+        ),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and WORLD_SIZE is 2"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": ""}, "variable SLURM_NTASKS is ''"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, and WORLD_SIZE is 0"),

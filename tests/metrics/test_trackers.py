@@ -139,8 +139,9 @@ def test_wandb_whose_process_was_killed_hinders_neither_imports_nor_the_end(tmp_
     program = f"""
 import os, signal, sys
 from pathlib import Path
-from tests.metrics.test_trackers import MetricsWriter, config_of
-config = config_of(Path({str(tmp_path)!r}), "wandb")
+from fastsuncet.metrics.writer import MetricsWriter
+from tests.support.runs import small_config
+config = small_config(Path({str(tmp_path)!r}), "logging.wandb=project")
 with MetricsWriter(config.run_folder, ("loss",), config=config) as writer:
     writer.write({{"step": 1, "loss": 1.0}})
     children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
