@@ -115,9 +115,10 @@ def best_classifier(
     if encoder.classifier is not None and not pre_trained:
         record = atomic_files.read_object(run / RESULT).get("record")
         if record is None:  # weights of another program, or a fine-tuning that has not ended
-            said = f"classifier   the layer of {encoder.source}; its probabilities are not calibrated"
+            why = "its probabilities are not calibrated: it lies in no folder of a finished fine-tuning"
+            said = f"classifier   the layer of {encoder.source}; {why}"
             return encoder, Classifier(encoder.classifier, encoder.classes, None), [said]
-        tuned = _tuned(encoder, record, "")
+        tuned = _tuned(encoder, record, run, "")
         return encoder, tuned, describe(tuned)
     found = _best_fine_tuning(run, encoder, config, place)
     if found is not None:
@@ -198,11 +199,11 @@ def _best_fine_tuning(
         return None
     _, record, folder, because = best
     tuned = load_encoder(folder)
-    return tuned, replace(_tuned(tuned, record, because), labeled=frozenset(_paths(index, chosen)))
+    return tuned, replace(_tuned(tuned, record, folder, because), labeled=frozenset(_paths(index, chosen)))
 
 
-def _tuned(encoder: Encoder, record: dict[str, Any], because: str) -> Classifier:
-    """Return the classifier of a fine-tuned network, calibrated on the images that its record was measured on."""
+def _tuned(encoder: Encoder, record: dict[str, Any], folder: Path, because: str) -> Classifier:
+    """Return the classifier of a network that was fine-tuned in `folder`, calibrated on the images of its record."""
     assert encoder.classifier is not None, "it was fine-tuned"
     calibration, count = Calibration(**record["calibration"]), record["images"]
     by = BY_FOLDS if "folds" in record["setting"] else "on {:,} validation images"
@@ -211,7 +212,7 @@ def _tuned(encoder: Encoder, record: dict[str, Any], because: str) -> Classifier
             parameter /= calibration.temperature
     known, top1 = record.get("learned", 0), record["metrics"]["top1"]
     what = (record["labels"]["count"], count, by.format(count), known, None if known else top1, calibration)
-    worth = Worth(f"fine-tuned, of {Path(encoder.source).parents[1]}", *what, because)
+    worth = Worth(f"fine-tuned, of {folder}", *what, because)
     return Classifier(encoder.classifier, encoder.classes, worth)
 
 

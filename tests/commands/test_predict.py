@@ -288,10 +288,12 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     (folder / "result.json").write_text(json.dumps(kept | {"record": record}))
     own = fastsuncet.predict(folder, "photos")
     temperature = record["calibration"]["temperature"]
-    assert f"before temperature {temperature:.2f}" in capsys.readouterr().out
-    (folder / "result.json").unlink()
-    raw = fastsuncet.predict(folder, "photos")
-    assert "not calibrated" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"fine-tuned, of {folder};" in printed and f"before temperature {temperature:.2f}" in printed
+    # Its export elsewhere has none.
+    assert cli.main(["export", str(folder), "--to", "torchvision", "--output", "away.pth"]) == 0
+    raw = fastsuncet.predict("away.pth", "photos")
+    assert "not calibrated: it lies in no folder of a finished fine-tuning" in capsys.readouterr().out
     for ours, theirs in zip(own, raw, strict=True):
         after, before = (math.log(each.probability / each.second_probability) for each in (ours, theirs))
         assert ours.label == theirs.label and after * temperature == pytest.approx(before, rel=1e-3)
