@@ -186,7 +186,11 @@ class FolderPass:
                     raise CheckpointError(
                         f"another process is writing {output}: wait for it, or choose another --output"
                     )
-                rows = self._continued(part)
+                try:
+                    rows = self._continued(part)
+                finally:
+                    if not (part / "state.json").exists():  # nothing is done that could be continued
+                        atomic_files.remove(part)
                 self._require_a_good_one()
                 temporary = part / output.name
                 save(temporary, rows)

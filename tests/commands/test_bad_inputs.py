@@ -61,8 +61,8 @@ def here(sound, tmp_path, monkeypatch) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
-    """Return what is in a folder, without what is kept whole between commands: indices, classifiers, finished rows."""
-    kept = re.compile(r"runs(/indices.*|/run(/\.running|/classifier.*)?)?|\.?out\.csv\.part.*")
+    """Return what is in a folder, without what is kept whole between commands: indices, classifiers, a pack."""
+    kept = re.compile(r"runs(/indices.*|/run(/\.running|/classifier.*)?)?|out\.csv\.part-.*")
     names = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
     return {
         name: path.read_bytes() if path.is_file() else None
