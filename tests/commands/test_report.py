@@ -158,6 +158,13 @@ def test_table_aligns_small_numbers_too():
     assert tables.markdown(["a", "b"], [["x", "6.5e-05"]])[1] == "| --- | ---: |"
 
 
+def test_table_counts_the_seeds_of_its_number_where_no_checkpoint_is_common():
+    point = Point(1, {}, {"top1": 0.5})
+    points = [(point,), (replace(point, step=2),)]
+    curves = [Curve("", "SimCLR", seed, Measurement("linear", ""), points[seed]) for seed in (0, 1)]
+    assert [row[3] for row in tables.methods_tables(arrange(curves), "top1")[1][1]] == [1]
+
+
 def test_read_runs_recognizes_a_run_that_was_moved():
     run = make_run(Path("old"), "a", 0.5)
     Path("new").mkdir()

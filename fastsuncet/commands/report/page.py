@@ -195,7 +195,7 @@ def _curves(config: Config, train: list[Json], knn: list[Json]) -> str:
 
     terms = [term for term in methods.terms(config) if term != "none"]
     panels = [
-        ("losses", train, {"loss": "sum", **{term: term for term in terms}}, 1.0),
+        ("losses", train, {"loss": "sum", **{term: term for term in terms if terms[1:]}}, 1.0),
         ("gradient norms of the losses", train, {f"{term}_gradient": term for term in terms}, 1.0),
         ("k-NN accuracy, %", knn, {"knn_accuracy": "k-NN"}, 100.0),
         ("RankMe", knn, RANKS, 1.0),

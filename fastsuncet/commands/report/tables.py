@@ -42,7 +42,7 @@ def methods_tables(panels: list[Panel], metric: str) -> tuple[Table, Table]:
             if metric in p.metrics
         ]
         for last in (group.common(metric) or loose)[-1:]:
-            start = [group.name, what.labels or "-", str(what._replace(labels="")), len(group.curves)]
+            start = [group.name, what.labels or "-", str(what._replace(labels="")), len(last.metrics[metric])]
             costs = [last.costs.get(c) for c in COSTS]
             spreads = [[scale(metric) / 100 * value for value in last.metrics.get(m, ())] for m in shown]
             accuracies = [percent(values, unit="") if values else "-" for values in spreads]
