@@ -26,7 +26,7 @@ from fastsuncet.cli._parser import Options, Parser, is_config, load, path, whole
 
 def arguments(parser: Parser) -> None:
     formats = ("torchvision", "timm", "safetensors", "onnx")
-    parser.takes("--to", "FORMAT", ", ".join(formats), required=True, choices=formats)
+    parser.takes("--to", "FORMAT", f"{', '.join(formats)} (required)", required=True, choices=formats)
     parser.writes("the file or folder (default: one in RUN/export)", metavar="PATH", required=False)
     parser.takes("--step", "N", "this checkpoint of the run (default: the newest)", type=whole(0))
     parser.takes_force()
