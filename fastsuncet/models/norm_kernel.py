@@ -70,16 +70,17 @@ def joined_statistics(
     Of `_Grid.moments` (groups, 1 + 2C) those of this process. `running`, mean and variance (C,), are updated in place.
     """
     module, channels = launcher.load("norm.cu", x.device, options(x.dtype)), x.shape[1]
-    inverse = x.new_empty(channels, dtype=torch.float32)
-    joined = inverse.new_empty(4 + 2 * channels)[3:]  # the means start at a multiple of 16 bytes
-    written, numbers = (inverse, *running), (float(eps), float(momentum))
+    # One tensor, in which means and inverses start at a multiple of 16 bytes. The kernels write from `count` on.
+    numbers = x.new_empty(4 + 3 * channels, dtype=torch.float32)
+    _, count, mean, _, inverse = numbers.split([3, 1, channels, channels, channels])
+    written, rule = (inverse, *running), (float(eps), float(momentum))
     if sums.dim() == 1:
         blocks = (-(-channels // THREADS), 1)
-        module.launch("norm_join_ranks", blocks, THREADS, sums, joined, *written, channels, *numbers)
+        module.launch("norm_join_ranks", blocks, THREADS, sums, count, *written, channels, *rule)
     else:
-        moments = (sums, joined, None, *written, len(sums), channels, *numbers)
+        moments = (sums, count, None, *written, len(sums), channels, *rule)
         module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, *moments)
-    return joined[:1], joined[1 : 1 + channels], inverse
+    return count, mean, inverse
 
 
 def fused_norm(

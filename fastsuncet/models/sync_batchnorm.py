@@ -94,7 +94,8 @@ class RankBatchNorm(_BatchNorm):
     def count_batch(self) -> None:
         """Count a batch, unless `multi_view_model.frozen_statistics` has taken the counter away."""
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked += 1
+            # Not `+= 1`, which also sets the module's attribute: that takes the host longer than the addition.
+            self.num_batches_tracked.add_(1)
 
     def own_sums(self, x: Tensor, kernel: bool) -> Tensor:
         """Return `sums_of` this rank's rows of (N, C, ...)."""

@@ -58,7 +58,7 @@ def lars_kernel(
     for start in range(0, len(params), TENSORS):
         part = slice(start, start + TENSORS)
         tensors, chunks, slots = _table(params[part], buffers[part])
-        gradients = (ctypes.c_void_p * TENSORS)(*(g.data_ptr() for g in grads[part]))
+        gradients = bytes((ctypes.c_void_p * TENSORS)(*(g.data_ptr() for g in grads[part])))
         common, grid = (tensors, chunks, gradients, grad_scale), (len(chunks), 1)
         if s.lars:
             module.launch("lars_norms", grid, THREADS, *common, slots)

@@ -24,33 +24,31 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def read(arguments, formats):
+    """Return the values of arguments, as a kernel with parameters of these formats of `struct` reads them."""
+    addresses = (ctypes.c_void_p * len(formats)).from_address(arguments.address)
+    parts = (ctypes.string_at(at, struct.calcsize(kind)) for at, kind in zip(addresses, formats))
+    return [struct.unpack(kind, part) for kind, part in zip(formats, parts)]
+
+
 def test_arguments_are_packed_by_the_convention():
-    x = torch.zeros(3)
-    array = (ctypes.c_void_p * 2)(5, None)
-    arguments = Arguments(x, None, 7, True, 0.5, array)
-    addresses = (ctypes.c_void_p * 6).from_address(arguments.address)
-    assert ctypes.c_void_p.from_address(addresses[0]).value == x.data_ptr()
-    assert ctypes.c_void_p.from_address(addresses[1]).value is None
-    assert [ctypes.c_longlong.from_address(addresses[i]).value for i in (2, 3)] == [7, 1]
-    assert ctypes.c_float.from_address(addresses[4]).value == 0.5
-    assert ctypes.c_void_p.from_address(addresses[5]).value == 5
+    x, pair = torch.zeros(3), struct.pack("PP", 5, 0)
+    expected = [(x.data_ptr(),), (0,), (7,), (1,), (5, 0), (0.5,)]
+    assert read(Arguments(x, None, 7, True, pair, 0.5), ["P", "P", "q", "q", "PP", "f"]) == expected
     with pytest.raises(TypeError, match="not str"):
         Arguments("7")
 
 
-def test_arguments_are_kept_by_kernel_types_and_thread():
-    x, y, array = torch.zeros(3), torch.zeros(3), (ctypes.c_void_p * 1)
-    first = launcher.arguments("a", x, None, 7, 0.5, array(5))
-    assert launcher.arguments("a", y, None, 8, 0.25, array(6)) is first
-    pointers = (ctypes.c_void_p * 5).from_address(first.address)
-    expected = [y.data_ptr(), None, 8, 0.25, 6]
-    for pointer, kind, value in zip(pointers, (*"PPqf", "P"), expected):
-        found = ctypes.string_at(pointer, struct.calcsize(kind))
-        assert struct.unpack(kind, found)[0] == (value or 0)
-    assert launcher.arguments("a", y, y, 8, 0.25, array(6)) is not first  # None was a pointer of its own type
-    assert launcher.arguments("b", y, None, 8, 0.25, array(6)) is not first
+def test_arguments_are_kept_by_kernel_and_thread():
+    x, y, one = torch.zeros(3), torch.nn.Parameter(torch.zeros(3)), struct.Struct("P").pack
+    first = launcher.arguments("a", x, None, 7, 0.5, one(5))
+    assert launcher.arguments("a", y, x, 8, 0.25, one(6)) is first
+    assert read(first, [*"PPqfP"]) == [(y.data_ptr(),), (x.data_ptr(),), (8,), (0.25,), (6,)]
+    with pytest.raises(struct.error):  # a real number where the kernel takes a whole one
+        launcher.arguments("a", y, x, 8.0, 0.25, one(6))
+    assert launcher.arguments("b", y, None, 8, 0.25, one(6)) is not first
     with ThreadPoolExecutor(1) as backward:
-        other = backward.submit(launcher.arguments, "a", y, None, 8, 0.25, array(6)).result()
+        other = backward.submit(launcher.arguments, "a", y, None, 8, 0.25, one(6)).result()
         assert other is not first
     left = weakref.ref(other)
     del other

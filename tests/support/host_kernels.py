@@ -67,7 +67,7 @@ class HostModule:
             return
         arguments = launcher.arguments(kernel, *values)
         self.launched.append(kernel)
-        count = len(arguments.values)
+        count = len(arguments.pointers)
         call = getattr(self.library, f"launch_{self.space}_{kernel}")
         takes = call(ctypes.c_void_p(arguments.address), count, *grid, block, shared)
         assert takes == 0, f"{kernel} takes {takes} arguments, its caller gave {count}"
