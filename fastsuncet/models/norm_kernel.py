@@ -1,7 +1,6 @@
-"""BatchNorm by the CUDA kernels of fastsuncet/kernels/norm.cu: its statistics, or all of it with its neighbors.
+"""BatchNorm by the CUDA kernels of fastsuncet/kernels/norm.cu, with its neighbors and over ranks: `fused_norm`.
 
-`own_sums` and `joined_statistics` are for BatchNorm over ranks (sync_batchnorm.py): few launches and an all-reduce.
-`fused_norm` is for fused_batchnorm.py. `prove` compares them with PyTorch.
+sync_batchnorm.py and fused_batchnorm.py call it. `prove` compares it with PyTorch.
 """
 
 from collections.abc import Sequence
@@ -56,16 +55,10 @@ def takes(shape: Sequence[int], dtype: torch.dtype) -> bool:
     return dtype in ELEMENTS and len(shape) in (2, 4) and shape[1] % _per_thread(dtype) == 0
 
 
-def own_sums(x: Tensor) -> Tensor:
-    """Return this rank's (1 + 2C,) float64 sums of x, as `fits` checks it, in the form of `sync_batchnorm.sums_of`."""
-    grid = _Grid(x)
-    return _sums(grid.module, grid.moments(x))
-
-
-def joined_statistics(
+def _joined_statistics(
     x: Tensor, sums: Tensor, *running: Tensor, eps: float, momentum: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)), float32, of the ranks' `own_sums` of x, added up.
+    """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)), float32, of the ranks' `_sums` of x, added up.
 
     Of `_Grid.moments` (groups, 1 + 2C) those of this process. `running`, mean and variance (C,), are updated in place.
     """
@@ -114,13 +107,13 @@ class _Fused(torch.autograd.Function):
             residual = _aligned(residual, x)
         ctx.relu, ctx.shared, ctx.with_residual = relu, shared, residual is not None
         if shared:
-            own = [own_sums(each) for each in inputs]
+            own = [_sums(grid.module, grid.moments(each)) for each in inputs]
             found = sum_over_ranks_(torch.cat(own) if len(own) > 1 else own[0]).chunk(len(own))
         else:
             found = [grid.moments(x)]
         layers = []
         for each, sums, (*running, eps, momentum), weight, bias in zip(inputs, found, rules, weights, biases):
-            count, mean, inverse = joined_statistics(each, sums, *running, eps=eps, momentum=momentum)
+            count, mean, inverse = _joined_statistics(each, sums, *running, eps=eps, momentum=momentum)
             layers.append((each, mean, inverse, weight, bias))
         for other, *constants in layers[1:]:
             residual = torch.empty_like(other)
@@ -313,7 +306,7 @@ def _prove_joins(device: torch.device) -> None:
     x, results = moments.new_empty(1, channels), []
     for given in (_sums(module, moments), moments):
         running = torch.zeros(2, channels, device=device)
-        joined = joined_statistics(x, given, *running, eps=1e-5, momentum=0.1)
+        joined = _joined_statistics(x, given, *running, eps=1e-5, momentum=0.1)
         results.append([*joined, *running])
     for found, expected in zip(*results):
         require_close("BatchNorm's statistics over ranks", found, expected)

@@ -7,8 +7,8 @@ same running statistics on every rank. The host reads no value of a tensor, so i
 53 layers of a ResNet-50.
 
 An all-reduce gives every rank the same bits, with gloo and with NCCL; DDP's weights rely on that too. A gather of all
-ranks' statistics would be a ring with as many hops as ranks (docs/scaling.md). batchnorm_ops.py has the four passes
-over the activations; where the kernels of norm_kernel.py run, they compute and join the statistics.
+ranks' statistics would be a ring with as many hops as ranks (docs/scaling.md). Where the kernels of norm_kernel.py run,
+they do all of it; else batchnorm_ops.py has the four passes over the activations.
 
 Gradients: a rank's backward pass gives its inputs and parameters their share of the gradient of the SUM over
 ranks of the losses. DDP's mean over ranks then makes it, for the parameters, the gradient of the mean loss: that
@@ -84,11 +84,14 @@ class RankBatchNorm(_BatchNorm):
         return self.over_ranks(input)
 
     def over_ranks(self, input: Tensor) -> Tensor:
-        """Map (N, C, ...) to the same shape and dtype by the operators for several ranks, on any number of them."""
+        """Map (N, C, ...) to the same shape and dtype by what serves several ranks, on any number of them."""
+        if self.kernels_take(input):
+            self.count_batch()
+            return norm_kernel.fused_norm([input], [self], relu=False, shared=True)
         return normalize_over_ranks((self,), (input,))[0]
 
     def kernels_take(self, x: Tensor, residual: Tensor | None = None) -> bool:
-        """Return whether the kernels of norm_kernel.py compute this layer's statistics for such activations."""
+        """Return whether the kernels of norm_kernel.py compute this layer for such activations."""
         return norm_kernel.fits(x, residual, self.weight, self.bias, self.running_mean)
 
     def count_batch(self) -> None:
@@ -97,21 +100,12 @@ class RankBatchNorm(_BatchNorm):
             # Not `+= 1`, which also sets the module's attribute: that takes the host longer than the addition.
             self.num_batches_tracked.add_(1)
 
-    def own_sums(self, x: Tensor, kernel: bool) -> Tensor:
-        """Return `sums_of` this rank's rows of (N, C, ...)."""
-        if kernel:
-            return norm_kernel.own_sums(x)
-        return sums_of(x.numel() // x.shape[1], *passes_for(x, self.weight, self.bias).moments(x, self.eps))
-
-    def statistics_of(self, x: Tensor, sums: Tensor, kernel: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)) of `own_sums` of all ranks, added up.
+    def statistics_of(self, x: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (rows (1,), mean (C,), 1 / sqrt(variance + eps) (C,)) from the added `sums_of` all ranks' rows of x.
 
         Updates running statistics.
         """
         self.count_batch()
-        if kernel:
-            rule = {"eps": self.eps, "momentum": self.momentum}
-            return norm_kernel.joined_statistics(x, sums, self.running_mean, self.running_var, **rule)
         count, mean, variance = from_sums(sums, torch.float64 if x.dtype == torch.float64 else torch.float32)
         unbiased = variance * (count / (count - 1))
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -144,13 +138,15 @@ def from_sums(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 
 
 def normalize_over_ranks(norms: Sequence[RankBatchNorm], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Normalize each input (N, C, ...) by its layer, with one message for all of them forward and one backward."""
+    """Normalize each input (N, C, ...) by its layer and operators of torch's: one message for all of them each way."""
     with torch.no_grad():
-        kernels = [norm.kernels_take(x) for norm, x in zip(norms, inputs)]
-        own = [norm.own_sums(x, kernel) for norm, x, kernel in zip(norms, inputs, kernels)]
+        own = [
+            sums_of(x.numel() // x.shape[1], *passes_for(x, norm.weight, norm.bias).moments(x, norm.eps))
+            for norm, x in zip(norms, inputs)
+        ]
         given: list = []
-        for norm, x, sums, kernel in zip(norms, inputs, _sum_together(own), kernels):
-            given += [x, norm.weight, norm.bias, *norm.statistics_of(x, sums, kernel), norm.eps]
+        for norm, x, sums in zip(norms, inputs, _sum_together(own)):
+            given += [x, norm.weight, norm.bias, *norm.statistics_of(x, sums), norm.eps]
     return _Normalize.apply(*given)
 
 
@@ -187,7 +183,7 @@ class _Normalize(torch.autograd.Function):
         saved, own, others = list(batched(ctx.saved_tensors, 5)), [], []
         for passes, (x, weight, _, mean, inverse), gradient in zip(ctx.passes, saved, gradients):
             sums = passes.sums(gradient, x, mean, inverse, weight)
-            # Of standardized rows, as ranks that run the kernels of norm_kernel.py send them.
+            # Of standardized rows, as ranks send them that run the kernels of norm_kernel.py.
             sums[:, 1].mul_(inverse)
             own.append(sums[0])
             others.append(sums[1].view(-1))

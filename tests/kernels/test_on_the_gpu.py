@@ -76,7 +76,8 @@ def test_batchnorm_over_ranks_by_kernels_is_that_by_operators_without_a_sync(dty
         torch.randn(32, 56, 56, 64, device=GPU, dtype=dtype, generator=generator).movedim(-1, 1)
         for _ in range(2)
     )
-    monkeypatch.setattr(sync_batchnorm, "world_size", lambda: 2)
+    for module in (sync_batchnorm, norm_kernel):
+        monkeypatch.setattr(module, "world_size", lambda: 2)
     results = []
     for kernels in (True, False):
         monkeypatch.setattr(norm_kernel, "usable", lambda *_, kernels=kernels: kernels)

@@ -64,10 +64,11 @@ def passed(layer, x, dy, *, count=True):
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     weight, bias = layer.weight, layer.bias
     layer = RankBatchNorm.take_over(layer)
-    kernel = layer.kernels_take(x)
+    rows, passes = x.numel() // x.shape[1], sync_batchnorm.passes_for(x, weight, bias)
     with torch.no_grad():
-        total, mean, inverse = layer.statistics_of(x, layer.own_sums(x, kernel), kernel)
-    assert not count or total.item() == x.numel() // x.shape[1]
+        own = sync_batchnorm.sums_of(rows, *passes.moments(x, layer.eps))
+        total, mean, inverse = layer.statistics_of(x, own)
+    assert not count or total.item() == rows
     (y,) = sync_batchnorm._Normalize.apply(x, weight, bias, total, mean, inverse, layer.eps)
     y.backward(dy)
     kept = [y.detach(), mean, inverse, x.grad, weight.grad, bias.grad]
@@ -106,8 +107,9 @@ def test_cuda_passes_equal_the_plain_ones(shape, layout, operators, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernels", "forward"), [(True, 9), (False, 25)])
 def test_batchnorm_over_ranks_takes_few_launches(operators, monkeypatch, kernels, forward):
-    """Without the all-reduces. Operators join the statistics in 20 launches, the kernels in 2 and 4 allocations."""
-    monkeypatch.setattr(sync_batchnorm, "world_size", lambda: 2)
+    """Without the all-reduces. Of the kernels' calls 4 are allocations forward and 3 backward."""
+    for module in (sync_batchnorm, norm_kernel):
+        monkeypatch.setattr(module, "world_size", lambda: 2)
     monkeypatch.setattr(norm_kernel, "usable", lambda *_: kernels)
     layer, x, dy = example((6, 16, 4, 4), torch.channels_last)
     layer, dy = RankBatchNorm.take_over(layer), dy.contiguous(memory_format=torch.channels_last)
@@ -115,9 +117,10 @@ def test_batchnorm_over_ranks_takes_few_launches(operators, monkeypatch, kernels
         y = layer(x.requires_grad_())
     assert len(launched) + len(operators) + counter.operators == forward
     operators.clear()
-    with Counter() as counter:
+    with on_the_host(norm_kernel) as launched, Counter() as counter:
         y.backward(dy)
-    assert len(operators) + counter.operators == 7
+    assert len(launched) + len(operators) + counter.operators == 7
+    assert len(launched) == 3 * kernels
 
 
 def test_cuda_passes_give_a_constant_channel_no_variance(operators):
