@@ -131,11 +131,11 @@ class WeightsAndBiases(Tracker):
 
     @staticmethod
     def abandon() -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
-
         # W&B's hooks at imports and at the end of the process would raise, or wait, where W&B's own process is gone or
         # hangs. They are removed before this can raise or wait too.
         with contextlib.suppress(Exception, SystemExit):
+            import wandb  # pyright: ignore[reportMissingImports]
+
             wandb.teardown(1)
 
 
@@ -217,6 +217,7 @@ class Caller:
         self._opened.wait(PATIENCE)
 
     def tell(self, call: Callable[[Tracker], object]) -> None:
+        """Let `call` be made after those before it."""
         if self._thread.is_alive():
             self._calls.put(call)
 
@@ -244,13 +245,13 @@ class Caller:
                 call(tracker)
             tracker.close()
         except Exception as error:
-            self._kind.abandon()
             if not self._given_up:
                 reason = (str(error).strip().splitlines() or [""])[0]
                 self._say(
                     f"{self._kind.__name__} failed and gets nothing more ({type(error).__name__}: {reason}); "
                     "the files of the run have it all"
                 )
+            self._kind.abandon()
         finally:
             self._opened.set()
 
@@ -279,12 +280,16 @@ class Trackers:
         for caller in self._callers:
             caller.tell(call)
 
+    def close(self) -> None:
+        """Wait until each tracker has everything, PATIENCE seconds at most."""
+        for caller in self._callers:
+            caller.close()
+
     def __enter__(self) -> "Trackers":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for caller in self._callers:
-            caller.close()
+        self.close()
 
 
 def require_packages(config: Config) -> None:

@@ -110,7 +110,7 @@ class MetricsWriter:
         """Close the files and the trackers. The lines are in the files already."""
         os.close(self._jsonl)
         os.close(self._csv)
-        self._trackers.__exit__()
+        self._trackers.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
