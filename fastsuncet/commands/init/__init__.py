@@ -66,7 +66,7 @@ def make(
 ) -> tuple[str, Config, Proposal, Survey]:
     """Return the config for the images in `folder`, as YAML with paths relative to `output` and as it is read."""
     if not 0 < hours < 100_000:
-        raise ConfigError(f"--hours must be a number above 0, not {hours:g}")
+        raise ConfigError(f"--hours must be a number above 0 and below 100,000, not {hours:g}")
     found = survey.look(folder, labels)
     require_learnable(found)
     start, why = survey.weights(weights)
