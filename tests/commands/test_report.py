@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,13 +184,15 @@ def test_read_runs_recognizes_a_run_that_was_moved():
 
 
 def test_report_draws_and_lists_a_run_of_any_name_once():
-    names = [os.fsdecode(b"\xff$\\frac$"), "<b>\n|"]
+    names = [os.fsdecode(b"\xff$\\frac$"), "<b>\n|", 150 * "x"]
     runs = [make_run(Path("runs"), f"run{i}", 0.5, 0.6).rename(name) for i, name in enumerate(names)]
     Path("link").symlink_to(runs[0])
-    path = report([*runs, Path("link")], Path("out"), baseline=runs[0])
+    with warnings.catch_warnings(record=True) as caught:
+        path = report([*runs, Path("link")], Path("out"), baseline=runs[0])
     assert "| SimCLR + SuNCEt, \\<b> \\| |" in path.read_text() and "their mean" not in path.read_text()
     assert b"\xff$" in Path("out", "points.csv").read_bytes()
     assert ">SimCLR + SuNCEt, ?$" in Path("out", "finetune-10-labels-top1.svg").read_text()
+    assert not caught, "matplotlib warns where a name leaves no room for the axes"
 
 
 def test_read_runs_takes_lines_of_metrics_that_hold_anything():

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,8 @@ def draw_panel(panel: Panel, metric: str, folder: Path, name: str = "") -> list[
             axes.set_ylabel(title if metric in RANKS else f"{title}, %")
         for axes in grid[len(costs) :]:
             axes.remove()
-        figure.suptitle(f"{title[:1].upper()}{title[1:]} by {panel.measurement}", fontsize=11)
+        words = f"{title[:1].upper()}{title[1:]} by {panel.measurement}"
+        figure.suptitle(fill(words, int(10 * size[0])), fontsize=11)
         slug = re.sub(r"[^\w.]+", "-", "-".join([*panel.measurement, metric]).lower()).strip("-")
         if len(slug) > 80:  # of many settings: longer than a file's name can be
             slug = f"{slug[:60]}-{hashlib.sha256(slug.encode()).hexdigest()[:8]}"
@@ -191,8 +193,10 @@ def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path)
             row.setdefault((s.cost, s.rule), []).append(s)
     if not rows:
         return []
+    names = [_row_name(*row) for row in rows]
     with rc_context(STYLE):
-        figure = Figure(figsize=(7, 0.55 * len(rows) + 1.6), layout="constrained")
+        height = 0.275 * sum(name.count("\n") + 1 for name in names) + 1.6
+        figure = Figure(figsize=(7, height), layout="constrained")
         axes = figure.subplots()
         for y, (row, cells) in enumerate(rows.items()):
             for (cost, rule), seeds in cells.items():
@@ -200,19 +204,19 @@ def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path)
             if row in printed:
                 axes.plot(printed[row], y, "X", color="black", markersize=7, label="printed in the paper")
         axes.axvline(100, color="0.45", linewidth=0.9, zorder=1, label="as much as the baseline")
-        axes.set_yticks(range(len(rows)), [_row_name(*row) for row in rows])
+        axes.set_yticks(range(len(rows)), names)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlim(0, 1.06 * axes.get_xlim()[1])
         axes.grid(axis="y", visible=False)
         rivals = {s.baseline for s in savings}
         rival = rivals.pop() if len(rivals) == 1 else "the baseline"
-        axes.set_xlabel(f"to match {rival}, % of its cost")
+        axes.set_xlabel(fill(f"to match {rival}, % of its cost", 50))
         return write(figure, folder / "saved")
 
 
 def _row_name(method: str, measurement: str, metric: str) -> str:
     measured = "" if metric == KNN else f"{NAMES.get(metric, metric).removesuffix(' accuracy')} by "
-    return f"{method}\n{measured}{measurement}"
+    return "\n".join(fill(line, 50) for line in (method, f"{measured}{measurement}"))
 
 
 def _draw_seeds(axes: Axes, seeds: list[Saving], y: float) -> None:
@@ -243,11 +247,13 @@ def write(figure: Figure, stem: Path, formats: Sequence[str] = ("png", "svg")) -
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels())))
-    wide = figure.get_figwidth() * 13 / (max(map(len, handles)) + 7)  # about 13 letters to an inch
-    columns = max(1, min(len(handles), int(wide)))
-    rows = -(-len(handles) // columns)
+    letters = int(figure.get_figwidth() * 13)  # about 13 to an inch
+    labels = [fill(label, letters - 7) for label in handles]
+    lines = [line for label in labels for line in label.split("\n")]
+    columns = max(1, min(len(handles), letters // (max(map(len, lines)) + 7)))
+    rows = -(-len(lines) // columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * max(0, rows - 6))  # of a long legend
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+    figure.legend(handles.values(), labels, loc="outside lower center", ncols=columns)
     paths = [stem.with_name(f"{stem.name}.{each}") for each in formats]
     for path, each in zip(paths, formats):
         # matplotlib writes its version into a PNG and the date into an SVG: a picture changes with its numbers only.
