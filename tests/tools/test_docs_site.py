@@ -26,6 +26,7 @@ def test_commands_page_has_the_help_of_every_command():
     [
         ("README.md", "[a](docs/data.md#examples)", "[a](data.md#examples)"),
         ("README.md", "![a](docs/demo/curves.png)", "![a](demo/curves.png)"),
+        ("README.md", "[![a](docs/demo/curves.png)](RESULTS.md)", "[![a](demo/curves.png)](results.md)"),
         ("README.md", "[RESULTS.md](RESULTS.md)", "[Results](results.md)"),
         ("README.md", "[a](docs/notebooks/first_run.ipynb)", "[a](notebooks/first_run.md)"),
         ("README.md", "[a](configs/in1k_simclr.yaml)", "[a](source/configs/in1k_simclr.yaml.md)"),
