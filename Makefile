@@ -43,7 +43,7 @@ results: $(READY)  ## recompute tables and figures of README.md and RESULTS.md
 	@for points in docs/results/*/points.csv; do \
 	  $(BIN)/python tools/results.py show $$points --figure $$(dirname $$points)/accuracy.png || exit 1; echo; done
 	@$(BIN)/python tools/results.py runs docs/results/clothing-paws/accuracies.csv
-	@$(BIN)/python tools/results.py suggestions docs/results/suggestions/accuracies.csv
+	@$(BIN)/python tools/results.py arms docs/results/suggestions/accuracies.csv
 	@$(BIN)/python tools/results.py strengths docs/results/linear-strength/accuracies.csv
 	@$(BIN)/python tools/results.py demo docs/demo
 

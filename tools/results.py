@@ -80,7 +80,6 @@ RULES = {
 }
 UNTIL = [f"FLOPs until {words}" for words in RULES.values()]
 DIFFERENCE = "paired difference, points (95 %)"
-ARMS = ("random", "typical", "margin")  # of the suggestions
 
 
 # ------------------------------------------------------------------------------------------------------------ cells
@@ -509,23 +508,22 @@ def show_runs(path: Path) -> list[str]:
     return [table([name.replace("_", " ") for name in head], rows)]
 
 
-def show_suggestions(path: Path) -> list[str]:
-    """Return the table of what suggested images add to random ones, with the decisions of the rules beside it."""
+def show_arms(path: Path) -> list[str]:
+    """Return the table of a file of paired arms: the first one's mean, what the others add, and the word for it."""
     tops: dict[tuple, dict[str, float]] = defaultdict(dict)
     for *key, draw, top1 in points.rows_of(path, ("images", "labels", "arm", "draw", "top1")):
         tops[tuple(key)][draw] = float(top1)
+    first, *others = dict.fromkeys(arm for *_, arm in tops)
     rows = []
     for images, labels in dict.fromkeys(key[:2] for key in tops):
-        base, *others = (tops[images, labels, arm] for arm in ARMS)
-        cells = []
-        for ours in others:
-            less = [top1 - base[draw] for draw, top1 in ours.items()]
+        base, cells = tops[images, labels, first], []
+        for arm in others:
+            less = [top1 - base[draw] for draw, top1 in tops[images, labels, arm].items()]
             center, half = points.interval(less)
             word = "better" if center - half > 0 else "worse" if center + half < 0 else "undecided"
             cells.append(f"{plus_minus(less)}, {word}")
         rows.append([images, labels, f"{sum(base.values()) / len(base):.2f}", *cells])
-    head = ("images", "labels", "random, %", "typical, less random, points (95 %)", "margin, less random")
-    return [table(head, rows)]
+    return [table(("images", "labels", f"{first}, %", *(f"{arm}, less {first}" for arm in others)), rows)]
 
 
 def show_strengths(path: Path) -> list[str]:
@@ -579,7 +577,7 @@ def draw(path: Path, picture: Path) -> None:
         write(figure, picture.with_suffix(""), [picture.suffix.removeprefix(".")])
 
 
-PARTS = (show, show_runs, show_suggestions, show_strengths, show_demo)
+PARTS = (show, show_runs, show_arms, show_strengths, show_demo)
 SHOWN = {part.__name__.removeprefix("show_"): part for part in PARTS}
 
 

@@ -30,7 +30,7 @@ def test_results_page_holds_the_tables_of_the_points(path):
 def test_page_names_no_interval_that_is_not_in_a_table(name):
     tables = [
         *(each for path in EXPERIMENTS for each in show(path)),
-        *results.show_suggestions(SUGGESTIONS),
+        *results.show_arms(SUGGESTIONS),
         *results.show_strengths(STRENGTHS),
     ]
     page = " ".join((ROOT / name).read_text(encoding="utf-8").split())
@@ -42,7 +42,7 @@ def test_page_names_no_interval_that_is_not_in_a_table(name):
 
 def test_pages_hold_the_other_tables():
     readme, *tables = results.show_demo(ROOT / "docs" / "demo")
-    tables += [*results.show_suggestions(SUGGESTIONS), *results.show_strengths(STRENGTHS)]
+    tables += [*results.show_arms(SUGGESTIONS), *results.show_strengths(STRENGTHS)]
     tables += results.show_runs(ROOT / "docs" / "results" / "clothing-paws" / "accuracies.csv")
     assert readme in (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(tables) == 6 and all(table in PAGE for table in tables)
