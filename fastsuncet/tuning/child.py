@@ -257,7 +257,8 @@ class Bench:
 
 def _refuse(line: str) -> NoReturn:
     """End the contender whose step was not captured: a run would go on without a graph, which is plain."""
-    raise FastSuncetError(line)
+    # For lack of memory it is no verdict for good: another program can have held it.
+    raise (torch.OutOfMemoryError if "out of memory" in line else FastSuncetError)(line)
 
 
 def _moved(batch: Batch, config: Config) -> Batch:

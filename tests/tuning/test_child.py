@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fastsuncet.config import Config
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.models import norm_kernel
+from fastsuncet.training import cuda_graph
 from fastsuncet.tuning import child
 from fastsuncet.tuning.child import Bench
 from fastsuncet.tuning.trials import Verdict
@@ -82,9 +84,15 @@ def test_problem_of_a_network_without_batchnorm(bench, config):
     assert bench.problem(plain, plain.with_values({"criterion.chunk_size": 7}), exact=False) is None
 
 
-def test_problem_of_a_graph_that_is_not_captured_ends_the_child(bench, config):
-    """A run would go on without it, so the contender would be plain."""
-    with pytest.raises(FastSuncetError, match=r"meta\.cuda_graph: .*the step is on cpu, not on a"):
+@pytest.mark.parametrize("short", [False, True])
+def test_problem_of_a_graph_that_is_not_captured_ends_the_child(bench, config, monkeypatch, short):
+    """A run would go on without it, so the contender would be plain. A lack of memory is no verdict for good."""
+    kind, reason = FastSuncetError, r"meta\.cuda_graph: .*the step is on cpu, not on a"
+    if short:
+        kind, reason = torch.OutOfMemoryError, "CUDA out of memory. Tried"
+        full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+        monkeypatch.setattr(cuda_graph, "capture_on_device", full)
+    with pytest.raises(kind, match=reason):
         bench.problem(config, config.with_values({"meta.cuda_graph": True}), exact=True)
 
 
