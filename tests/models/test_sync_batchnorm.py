@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fastsuncet.models import norm_kernel
-from fastsuncet.models.fused_batchnorm import fuse
 from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import RankBatchNorm, from_sums, sums_of, synchronize
 from tests.support.host_kernels import on_the_host
@@ -26,15 +25,14 @@ CASES = {
     "uneven": (nn.BatchNorm2d(CHANNELS), (2, 2), lambda r: 1 + 2 * r),
     "one_row_a_rank": (nn.BatchNorm1d(CHANNELS), (), lambda r: 1),
 }
-# Who computes: the operators; the kernels of norm.cu, from their own source on the CPU; those on all ranks but one;
-# those of layers that are not fused. And in what, and how near to one process in float64.
+# Who computes: the operators; the kernels of norm.cu, from their own source on the CPU; those on all ranks but one. And
+# in what, and how near to one process in float64.
 EXECUTORS = {
     "operators": (torch.float64, 1e-11),
     "operators, float32": (torch.float32, 3e-5),
     "kernels": (torch.float32, 3e-5),
     "kernels, bfloat16": (torch.bfloat16, 2**-6),
     "kernels on some ranks": (torch.float32, 3e-5),
-    "kernels, not fused": (torch.float32, 3e-5),
 }
 STEPS = 2
 DEVIATIONS_AWAY = (0, 1e3, 1e4)  # of a mean from zero
@@ -81,14 +79,11 @@ def run_case(name, executor, rank, world_size):
     by_kernels = executor.startswith("kernels") and not (executor.endswith("some ranks") and rank == 0)
     with on_the_host(norm_kernel) as launched, pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm_kernel, "usable", lambda *_: by_kernels)
-        if by_kernels and "not fused" not in executor:
-            (shared,) = fuse(nn.Sequential(norm), shared=True)
-        else:
-            network = synchronize(nn.Sequential(norm.eval(), nn.Identity()))
-            assert not network[0].training
-            network = synchronize(network)  # a second time changes nothing
-            shared = network[0].train()
-            assert isinstance(shared, RankBatchNorm)
+        network = synchronize(nn.Sequential(norm.eval(), nn.Identity()))
+        assert not network[0].training
+        network = synchronize(network)  # a second time changes nothing
+        shared = network[0].train()
+        assert isinstance(shared, RankBatchNorm)
         assert list(shared.state_dict()) == keys
         assert all(p is parameters[n] for n, p in shared.named_parameters())
         seen = passes(shared, [[each.to(dtype) for each in step[rank]] for step in draws])
