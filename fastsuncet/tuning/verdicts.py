@@ -1,9 +1,8 @@
 """Verdicts on fast paths, kept on the disk: a later start with the same key tries nothing.
 
 A verdict is a file $FASTSUNCET_CACHE/verdicts/KEY.json, else ~/.cache/fastsuncet/verdicts/KEY.json, for a path, a card,
-its driver, the versions, the program, the environment and the shapes of the run. It switches a path on or off and
-nothing else. A file that another user could have written, or that is not whole, counts as absent. It is never wrong to
-delete it.
+its driver, versions, program, environment and the shapes of the run. It switches a path on or off and nothing else. A
+file that another user could have written, or that is not whole, counts as absent. It is never wrong to delete it.
 """
 
 import hashlib
@@ -21,8 +20,7 @@ from pipelines.output import say_line
 
 LIMIT = 1 << 16  # bytes of a verdict
 DRIVER = Path("/proc/driver/nvidia/version")
-# Variables that decide whether a step can be captured and how long it takes: a start to debug must not leave verdicts
-# to the runs after it.
+# Variables by which a step is slower or cannot be captured: a start to debug must leave no verdict to later runs.
 DECISIVE = ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_", "NCCL_", "TORCH_NCCL_")
 
 Key = dict[str, Any]
