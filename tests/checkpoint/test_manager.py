@@ -125,17 +125,6 @@ def test_load_newest_passes_on_what_expect_raises(tmp_path):
     assert lines == []
 
 
-def test_good_checkpoints_are_listed_in_order_without_damaged_ones(tmp_path):
-    for step in (3, 20, 100):
-        save(tmp_path, step)
-    corrupt(tmp_path / "step_00000020" / "model.safetensors", "flipped")
-    lines = []
-    good = manager.good_checkpoints(tmp_path, lines.append)
-    assert good == [(3, tmp_path / "step_00000003"), (100, tmp_path / "step_00000100")]
-    assert len(lines) == 1 and "step_00000020" in lines[0]
-    assert manager.good_checkpoints(tmp_path / "nowhere") == []
-
-
 def test_save_keeps_the_newest_and_does_not_count_a_damaged_one(tmp_path):
     for step in (0, 1, 2, 3):
         save(tmp_path, step, keep=3)

@@ -56,16 +56,6 @@ def test_evaluations_count_each_image_once_on_any_number_of_ranks(tmp_path):
         torch.testing.assert_close(theirs[4], views, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_embed_views_does_not_depend_on_batch_or_number_of_views(colors):
-    config, images = colors
-    chosen = np.array([3, 1, 8, 2, 17])
-    two = embed_views(MeanColor(), images.train, chosen, 2, config, ALONE, batch=2)
-    one = embed_views(MeanColor(), images.train, chosen, 1, config, ALONE)
-    assert torch.equal(one[:, 0], two[:, 0])
-    assert not torch.equal(two[:, 0], two[:, 1])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_outputs_of_an_encoder_of_another_dtype_are_float32(colors, dtype):
     config, images = colors

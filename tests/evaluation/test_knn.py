@@ -24,41 +24,25 @@ def circle(*degrees: float) -> torch.Tensor:
 LENGTHS = torch.tensor([[9.0], [1], [5], [0.1], [3]])
 
 
-@pytest.mark.parametrize(
-    ("queries", "supports", "labels", "options", "wanted"),
-    [
-        ([5, 95, 40], circle(0, 10, 20, 90, 100) * LENGTHS, [0, 0, 0, 1, 1], {"k": 3}, [0, 1, 0]),
-        ([0], circle(-30, -20, 5, 8), [0, 0, 1, 1], {"k": 4}, [1]),
-        ([1], circle(0, 80, 81), [0, 1, 1], {"k": 3}, [1]),
-        ([1], circle(0, 80, 81), [0, 1, 1], {"k": 3, "weighted": True}, [0]),
-        ([0], circle(1, 2), [1, 1], {"k": 10}, [1]),
-        ([0], circle(9, 9), [1 << 40, 1 << 39], {"k": 2}, [1 << 39]),
-        ([0], circle(174, 137), [2, 3], {"k": 2}, [3]),
-        ([0], circle(174, 137), [2, 3], {"k": 2, "weighted": True}, [3]),
-    ],
-    ids=[
-        "majority",
-        "tie",
-        "whole votes",
-        "weighted",
-        "k above N",
-        "tie of all",
-        "all opposite",
-        "all opposite, weighted",
-    ],
-)
-def test_knn_predict_cases_by_hand(queries, supports, labels, options, wanted):
+CASES = {  # angles of the queries, supports, their labels, options, the classes that are found
+    "majority": ([5, 95, 40], circle(0, 10, 20, 90, 100) * LENGTHS, [0, 0, 0, 1, 1], {"k": 3}, [0, 1, 0]),
+    "majority, in chunks": ([5, 95, 40], circle(0, 10, 90), [0, 0, 1], {"k": 2, "chunk_size": 2}, [0, 1, 0]),
+    "tie": ([0], circle(-30, -20, 5, 8), [0, 0, 1, 1], {"k": 4}, [1]),
+    "whole votes": ([1], circle(0, 80, 81), [0, 1, 1], {"k": 3}, [1]),
+    "weighted": ([1], circle(0, 80, 81), [0, 1, 1], {"k": 3, "weighted": True}, [0]),
+    "k above N": ([0], circle(1, 2), [1, 1], {"k": 10}, [1]),
+    "tie of all": ([0], circle(9, 9), [1 << 40, 1 << 39], {"k": 2}, [1 << 39]),
+    "all opposite": ([0], circle(174, 137), [2, 3], {"k": 2}, [3]),
+    "all opposite, weighted": ([0], circle(174, 137), [2, 3], {"k": 2, "weighted": True}, [3]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_knn_predict_cases_by_hand(case):
     """Lengths of vectors do not count, ties go to the more similar class, and no memory depends on their number."""
+    queries, supports, labels, options, wanted = CASES[case]
     found = knn_predict(circle(*queries), supports, torch.tensor(labels), **options)
     assert found.tolist() == wanted
-
-
-def test_knn_predict_does_not_depend_on_the_chunks():
-    generator = torch.Generator().manual_seed(0)
-    queries, supports = (torch.randn(n, 7, generator=generator) for n in (50, 30))
-    labels = torch.randint(0, 4, (30,), generator=generator)
-    whole = knn_predict(queries, supports, labels)
-    assert torch.equal(knn_predict(queries, supports, labels, chunk_size=7), whole)
 
 
 def test_knn_predict_agrees_with_the_authors_vectors():

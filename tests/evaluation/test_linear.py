@@ -6,15 +6,7 @@ import torch
 
 from fastsuncet.config.schema import LinearSection
 from fastsuncet.evaluation import linear as module
-from fastsuncet.evaluation.linear import (
-    FOLDS,
-    STRENGTHS,
-    TOLERANCE,
-    choose_strength,
-    fit_linear,
-    fit_on_ranks,
-    folds,
-)
+from fastsuncet.evaluation.linear import STRENGTHS, choose_strength, fit_linear, fit_on_ranks, folds
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -52,7 +44,7 @@ def test_fit_linear_converges_in_pieces_as_in_one(n, width, classes, monkeypatch
 
 def test_fit_linear_reports_that_it_ran_out_of_iterations():
     fit = fit_linear(drawn(60, 8), torch.arange(60) % 3, 3, max_iterations=2)
-    assert not fit.converged and fit.gradient > TOLERANCE and fit.iterations == 2
+    assert not fit.converged and fit.gradient > module.TOLERANCE and fit.iterations == 2
 
 
 @pytest.mark.parametrize(("few", "expected"), [(module.FEW_NUMBERS, {1}), (0, {2})])
@@ -108,7 +100,7 @@ def test_choose_strength_of_many_or_few_labels(monkeypatch):
 @pytest.mark.parametrize("n", [5, 97, 200])
 def test_folds_spread_each_class_evenly(n):
     labels = torch.arange(n).square() % 7
-    counts = torch.zeros(7, FOLDS).index_put((labels, folds(labels)), torch.ones(n), accumulate=True)
+    counts = torch.zeros(7, module.FOLDS).index_put((labels, folds(labels)), torch.ones(n), accumulate=True)
     assert ((counts.amax(1) - counts.amin(1)) <= 1).all()
     assert counts.sum(0).max() - counts.sum(0).min() <= 1
 

@@ -20,13 +20,7 @@ from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Pree
 from fastsuncet.evaluation import features
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.finetuning import frozen
-from fastsuncet.evaluation.finetuning.fit import (
-    FineTuning,
-    fit,
-    sigmoid_loss,
-    softmax_loss,
-    with_classifier,
-)
+from fastsuncet.evaluation.finetuning.fit import FineTuning, fit, sigmoid_loss, softmax_loss, with_classifier
 from fastsuncet.evaluation.finetuning.record import fit_identity, with_sizes
 from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.models.resnet import build_model
