@@ -2,7 +2,9 @@
 
 from contextlib import closing
 from dataclasses import replace
+from unittest import mock
 
+import pytest
 import torch
 
 from fastsuncet.config import load_config
@@ -12,6 +14,7 @@ from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream, load
 from fastsuncet.distributed.place import Place
 from pipelines import backend
 from tests.support.colors import ALONE, color_config, write_colors
+from tests.support.streams import needs_dali
 
 
 def test_two_streams_on_a_gpu_share_the_cores_of_their_process(monkeypatch):
@@ -44,13 +47,18 @@ def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_e
         assert threads() == {UNLABELED: 4}
 
 
-def test_config_sets_trainings_decoder_and_never_an_evaluations(tmp_path):
+@needs_dali
+def test_config_sets_trainings_decoder_and_never_an_evaluations(tmp_path, monkeypatch):
     labeled = ("criterion.classes_per_batch=2", "criterion.supervised_imgs_per_class=2")
     decoder = "data.hw_decoder_share=0.5"
     config = color_config(write_colors(tmp_path), *labeled, decoder, "criterion.supervised_epochs=all")
     images = open_images(config, ALONE, validation=False)
     arithmetic = config.resolve(1, *images.counts())
+    graph = mock.Mock(side_effect=KeyboardInterrupt)  # ends the start where the graph would be built
+    monkeypatch.setattr("pipelines.dali.graphs.views", graph)
     with closing(PairedStream(config, images.train, images.split.indices, arithmetic, ALONE)) as stream:
-        options = [loader.options for loader in stream._loaders.values()]
-    assert [each.hw_decoder_share for each in options] == [0.5] * 2
+        for loader in stream._loaders.values():
+            with pytest.raises(KeyboardInterrupt):
+                loader(0)
+            assert graph.call_args.kwargs["hw_decoder_share"] == 0.5
     assert loader_options(config, ALONE).hw_decoder_share == 0

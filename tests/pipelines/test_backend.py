@@ -15,24 +15,15 @@ from pipelines.output import say_once
 from tests.support.streams import assert_same, opened, unlabeled
 
 
-@pytest.fixture
-def without_dali(monkeypatch):
+def test_backend_without_dali_is_torchvision_and_says_so_once_or_an_error(index, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)  # importing it raises ImportError
     say_once.cache_clear()
-    yield
-    say_once.cache_clear()
-
-
-def test_backend_auto_without_dali_is_torchvision_and_says_so_once(index, without_dali, capfd):
     loaders = [opened(unlabeled(index)) for _ in range(2)]
     assert [loader.options.backend for loader in loaders] == ["torchvision"] * 2
     output = capfd.readouterr().out
     assert output.count("\n") == 1 and "torchvision reads the images instead" in output
     assert "pip install 'nvidia-dali-cuda1" in output
     assert_same(loaders[0](1), opened(unlabeled(index), "torchvision")(1))
-
-
-def test_backend_dali_that_is_absent_is_an_error_with_the_command(without_dali):
     with pytest.raises(DataError, match="pip install 'nvidia-dali-cuda1"):
         backend.choose_backend("dali")
 
@@ -58,14 +49,12 @@ def test_imports_of_pipelines_need_no_dali():
 @pytest.mark.parametrize(
     ("offered", "quota", "environment", "cores", "threads"),
     [
-        (2, None, {}, 2, 2),
         (64, None, {}, 64, 16),
         (64, "max 100000\n", {}, 64, 16),
         (64, "800000 100000\n", {}, 8, 8),
         (4, "800000 100000\n", {}, 4, 4),  # more time than cores
         (64, "50000 100000\n", {}, 1, 1),  # half a core is still one thread
         (64, "what is this\n", {}, 64, 16),
-        (128, None, {"LOCAL_WORLD_SIZE": "8"}, 128, 16),
         (32, None, {"LOCAL_WORLD_SIZE": "8"}, 32, 4),
         (2, None, {"LOCAL_WORLD_SIZE": "4"}, 2, 1),
         # A Slurm task that is bound to its share of the node, one that is not, and torchrun's in a task for the node.

@@ -68,16 +68,6 @@ def test_loader_row_shows_the_image_of_its_visit(tmp_path, reader):
             assert shown == loader.draws(step).indices.tolist()
 
 
-def test_loader_views_survive_later_steps_and_close(index, reader):
-    loader = opened(unlabeled(index), reader)
-    views = loader(0)
-    copies = [view.clone() for view in views]
-    for step in (1, 2, 3, 4, 20):
-        loader(step)
-    loader.close()
-    assert_same(views, copies)
-
-
 def test_loader_pixels_in_memory_give_the_views_of_lossless_files(tmp_path, reader):
     (tmp_path / "a").mkdir()
     pixels = np.stack([texture(i, 40, 36) for i in range(8)])
@@ -92,9 +82,10 @@ def test_loader_pixels_in_memory_give_the_views_of_lossless_files(tmp_path, read
 
 @pytest.mark.slow
 def test_loader_any_start_gives_the_bits_of_a_continuous_run(index, reader):
-    """With any number of threads and of steps read ahead."""
+    """With any number of threads and of steps read ahead. The views survive later steps, and the loader."""
     loader = opened(unlabeled(index, augmentations=CROPS), reader)
-    run = [[view.clone() for view in loader(step)] for step in range(6)]
+    run = [loader(step) for step in range(6)]
+    copies = [[view.clone() for view in views] for views in run]
     for start, options in ((0, {"threads": 2}), (1, {"prefetch": 1}), (4, {"prefetch": 4, "threads": 3})):
         resumed = opened(unlabeled(index, augmentations=CROPS), reader, **options)
         for step in range(start, 6):
@@ -107,6 +98,9 @@ def test_loader_any_start_gives_the_bits_of_a_continuous_run(index, reader):
     loader.use_threads(3)
     assert_same(loader(4), run[4])
     assert loader._engine is not kept and loader.options.threads == 3
+    loader.close()
+    for views, others in zip(run, copies, strict=True):
+        assert_same(views, others)
 
 
 def test_torchvision_engine_reads_ahead_and_each_file_once_a_step(index, monkeypatch):

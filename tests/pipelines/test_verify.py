@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from dataclasses import replace
+from collections.abc import Container
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +14,6 @@ from PIL import Image
 from pipelines import verify
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_tree
-from pipelines.datasets.in_memory import synthetic
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import load_index, save_index
 from pipelines.engines import engine_of
@@ -41,10 +41,19 @@ def zoo() -> tuple[dict[str, bytes], dict[str, bytes]]:
         "plain.tif": encoded(image, "TIFF"),
         "one.jpg": encoded(image.resize((1, 1)), "JPEG"),
     }
-    thumbnail = Image.Exif()
+    thumbnail, turned = Image.Exif(), Image.Exif()
     thumbnail[0x9286] = b"ends with \xff\xd9, as a thumbnail does"
-    cut = {"thumbnail.jpg": encoded(image, "JPEG", exif=thumbnail)[:-2]}
-    return good, unusable_files(jpeg) | cut
+    turned[0x0112] = 6
+    bad = {"thumbnail.jpg": encoded(image, "JPEG", exif=thumbnail)[:-2]}
+    return good, bad | {"turned.tif": encoded(image, "TIFF", exif=turned)} | unusable_files(jpeg)
+
+
+def write_jpegs(folder: Path, count: int, short: Container[int] = ()) -> None:
+    """Write JPEGs of widths from 60 on, those in `short` without their second half."""
+    for i in range(count):
+        path = write_image(folder / f"{i:02d}.jpg", 60 + i, 50)
+        if i in short:
+            cut_short(path)
 
 
 def fake_engine(monkeypatch, run) -> None:
@@ -71,6 +80,7 @@ def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_pat
     assert reasons["empty.jpg"] == "an empty file"
     assert "not an image" in reasons["noise.jpg"] and "not an image" in reasons["page.jpg"]
     assert "a GIF" in reasons["gif.JPEG"]
+    assert reasons["turned.tif"] == "a TIFF with an orientation tag: save it upright"
     assert "damaged" in reasons["half.png"]
     for name, size in zip(checked.files, checked.sizes.tolist()):
         assert size == ([0, 0] if name in bad else [1, 1] if name == "one.jpg" else [HEIGHT, WIDTH]), name
@@ -78,9 +88,11 @@ def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_pat
     (folder / "empty.jpg").write_bytes(good["plain.jpg"])
     index = image_tree(folder)
     (folder / "one.jpg").unlink()
+    write_image(folder / "plain.bmp", 9, 6)
     checked = check(index, reader)
     reasons = {os.path.basename(path): reason for path, reason in checked.bad_files()}
     assert "empty.jpg" not in reasons and reasons["one.jpg"] == "no such file"
+    assert reasons["plain.bmp"] == "is 9 x 6 now, in the index 80 x 60: make the index again"
     save_index(checked, tmp_path / "index.npz")
     kept = load_index(tmp_path / "index.npz")
     assert kept.bad == checked.bad and kept.fingerprint() == checked.fingerprint()
@@ -89,10 +101,7 @@ def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_pat
 def test_check_blames_only_the_bad_files_among_many_batches(tmp_path, reader, monkeypatch):
     """Single files are decoded only after their batch has failed, and an engine that has failed is not used again."""
     monkeypatch.setattr(verify, "_BATCH", 4)
-    for i in range(23):
-        path = write_image(tmp_path / f"{i:02d}.jpg", 60 + i, 50)
-        if i in (0, 9, 10, 22):
-            cut_short(path)
+    write_jpegs(tmp_path, 23, short=(0, 9, 10, 22))
     seen, started = [], []
 
     def counting(options):
@@ -111,10 +120,7 @@ def test_check_blames_only_the_bad_files_among_many_batches(tmp_path, reader, mo
 @pytest.mark.gpu
 def test_check_on_a_gpu_finds_what_it_finds_on_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "_BATCH", 4)
-    for i in range(9):
-        path = write_image(tmp_path / f"{i}.jpg", 60 + i, 50)
-        if i in (1, 2, 8):
-            cut_short(path)
+    write_jpegs(tmp_path, 9, short=(1, 2, 8))
     on_gpu, on_cpu = (check(image_tree(tmp_path), "dali", device=device) for device in ("gpu", "cpu"))
     assert on_gpu.bad == on_cpu.bad == dict.fromkeys([1, 2, 8], "a truncated JPEG: its end is missing")
     assert on_gpu.sizes.tolist() == on_cpu.sizes.tolist()
@@ -147,31 +153,14 @@ def test_check_refuses_too_many_pixels_without_decoding_them(tmp_path, monkeypat
     assert checked.bad == {0: too_many, 1: f"11000 x 10000 pixels, {too_many}"}
 
 
-def test_check_compares_decoded_sizes_with_those_of_the_headers(tmp_path, reader, monkeypatch):
-    for i in range(3):
-        write_image(tmp_path / f"{i}.png", 8 + i)
-    index = image_tree(tmp_path)
-    wrong = replace(index, sizes=np.array([[6, 8], [9, 6], [6, 10]], np.int32))
-    checked = check(wrong, reader)
-    assert checked.bad == {1: "is 9 x 6 now, in the index 6 x 9: make the index again"}
-    assert checked.sizes[1].tolist() == [0, 0]
-
-
 def test_check_blames_a_decoder_that_refuses_everything(tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "_BATCH", 3)
-    for i in range(3):
-        write_image(tmp_path / f"{i}.jpg", 60, 50)
+    write_jpegs(tmp_path, 3)
     fake_engine(monkeypatch, mock.Mock(side_effect=RuntimeError("no memory on the device")))
-    for pixels in (verify._BATCH_PIXELS, 2 * 60 * 50):  # whole batches, and less
+    for pixels in (verify._BATCH_PIXELS, 2 * 62 * 50):  # whole batches, and less
         monkeypatch.setattr(verify, "_BATCH_PIXELS", pixels)
         said = r"refuses 3 files in a row that PIL reads.*no memory on the device"
         with pytest.raises(DataError, match=said):
             check(image_tree(tmp_path), "torchvision")
-    for i in range(3):
-        cut_short(tmp_path / f"{i}.jpg")
+    write_jpegs(tmp_path, 3, short=range(3))
     assert len(check(image_tree(tmp_path), "torchvision").bad) == 3
-
-
-def test_check_refuses_data_in_memory():
-    with pytest.raises(DataError, match="held in memory"):
-        check(synthetic(4, 2, 8, seed=0))

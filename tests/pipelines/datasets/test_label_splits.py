@@ -104,13 +104,8 @@ def test_stratified_is_balanced_and_drawn_anew_with_each_seed(index):
     assert split.per_class.tolist() == [2, 2, 2, 0] and "6 drawn by class, seed 1" in str(split)
     assert split.indices.tolist() == [2, 3, 5, 7, 9, 10]  # the same on every machine
     assert len({tuple(stratified(index.labels, 6, seed)) for seed in range(20)}) > 10
-
-
-def test_labeled_split_refuses_impossible_settings(index):
     with pytest.raises(DataError, match="from 1 to the 12 images with a label, not 13"):
         labeled_split(index, "stratified", images=13)
-    with pytest.raises(DataError, match=r"cannot read the list of names gone\.txt: No such file"):
-        labeled_split(index, "names", file="gone.txt")
 
 
 def test_listed_names_are_imagenets_or_paths(index, names):
@@ -119,6 +114,8 @@ def test_listed_names_are_imagenets_or_paths(index, names):
     # A class is all before the last underscore.
     cats = index_of(["big_cat/big_cat_7.png", "big/big_cat_7.png"])
     assert labeled_split(cats, "names", file=names("big_cat_7.png")).indices.tolist() == [0]
+    with pytest.raises(DataError, match=r"cannot read the list of names gone\.txt: No such file"):
+        labeled_split(index, "names", file="gone.txt")
 
 
 def test_split_has_counts_and_a_fingerprint(index, names):

@@ -1,7 +1,6 @@
 """A pack has the same pixels as its files to the bit, loses nothing to a kill, and names what is damaged."""
 
 import os
-import pickle
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -218,16 +217,6 @@ def test_what_cannot_be_packed_is_named(tmp_path, index):
     assert not (tmp_path / "a").exists()
 
 
-def test_the_check_finds_a_flipped_bit_that_decoders_forgive(index, pack, reader):
-    good = open_pack(pack)
-    assert check(good, reader).bad == {}
-    shard, offset, length = place(good, 8)
-    damage(shard, offset + length // 2, 1)
-    ((path, reason),) = check(open_pack(pack), reader).bad_files()
-    said = f"damaged in the shard {shard}: its checksum is another"
-    assert path == f"{pack}/{index.name(8)}" and said in reason
-
-
 def test_a_damaged_image_is_named_and_replaced_where_allowed(index, pack, reader):
     """A shard that is cut short under the run ends it by name."""
     shard, offset, _ = place(open_pack(pack), 5)
@@ -258,16 +247,6 @@ def test_reads_in_pieces_are_joined_and_failed_ones_named(index, pack, monkeypat
     monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(DataError, match=r"00000\d\.tar cannot be read: Input/output error"):
         packed.content(3)
-
-
-def test_a_pack_closes_its_files_and_is_not_pickled(pack):
-    """A copy of a descriptor's number could be that of another file."""
-    packed = open_pack(pack)
-    with pytest.raises(TypeError, match="cannot pickle"):
-        pickle.dumps(packed.pack)
-    files = packed.pack._files
-    del packed
-    assert all(file.closed for file in files)
 
 
 CONFIG = """\
@@ -339,7 +318,6 @@ def test_what_is_wrong_with_a_pack_ends_with_its_code(here, capsys):
     for arguments, code, words in (
         (("pack", "run.yaml"), 2, "--output is needed"),
         (("pack", str(ROOT / "configs/digits_demo.yaml"), "--output", "d"), 2, "in memory already"),
-        (("check", "run.yaml", "data.pack=none"), 3, "/none: `fastsuncet data pack"),
         (("pack", "run.yaml", "--output", "a"), 0, ""),
         (("check", "run.yaml", "data.pack=a"), 0, ""),
     ):

@@ -82,7 +82,6 @@ def test_open_pack_takes_patterns(folder):
 def test_open_pack_names_what_is_missing(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     for pattern, said in (
-        ("gone", r"no pack or shard .*gone: `fastsuncet data pack CONFIG"),
         ("shards/a-{000..002}.tar", r"no pack or shard .*a-002\.tar"),
         ("empty", r"no pack or shard .*empty/\*\.tar"),
     ):

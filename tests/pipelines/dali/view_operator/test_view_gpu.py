@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from pipelines import cuda_compiler
-from pipelines.dali.view_operator import build, use
+from pipelines.dali.view_operator import build
 from pipelines.data_errors import DataError
 from pipelines.sampling.augmentation import Augmentation
 from tests.support import host_kernels
 
 NO_NVRTC = cuda_compiler.unavailable()
 needs_nvrtc = pytest.mark.skipif(NO_NVRTC is not None, reason=f"no NVRTC: {NO_NVRTC}")
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the last test runs on it")
 
 # Below and above a square of the kernels (32), and above two; the radii fit them.
 SHAPES = [(1, 1), (3, 5), (32, 32), (33, 31), (70, 40), (5, 66), (41, 65)]
@@ -115,12 +114,6 @@ def test_kernels_of_a_blur_that_is_too_wide_name_the_setting():
     said = r"up to 65 pixels wide.*asks for 67. Set data.view_operator to auto or false"
     with pytest.raises(DataError, match=said):
         build.kernels(67, 0)
-
-
-@no_gpu
-def test_choose_view_operator_on_a_gpu_that_is_absent_says_so(view_operator):
-    with pytest.raises(DataError, match="view_operator: true: device gpu was asked for, but no NVIDIA GPU"):
-        use.choose(True, "gpu")
 
 
 @pytest.mark.gpu
