@@ -162,10 +162,7 @@ def test_load_encoder_reads_the_authors_checkpoints(tmp_path, config, layout, pr
     state = dict(network.state_dict())
     for head in HEADS[layout]:
         state |= {f"{head}.weight": torch.randn(4, 4), f"{head}.bias": torch.randn(4)}
-    optimizer = {
-        "state": {0: {"momentum_buffer": torch.ones(3)}},
-        "param_groups": [{"lr": 4.8, "params": [0]}],
-    }
+    optimizer = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
     content = {"encoder": {f"{prefix}{key}": value for key, value in state.items()}, "opt": optimizer}
     content |= {"epoch": 100, "unlabel_prob": 0.9, "s_batch_size": 2, "u_batch_size": 44, "amp": None}
     path = tmp_path / "suncet-latest.pth.tar"
@@ -208,10 +205,7 @@ def changed(change):
 SPOILED = {
     "another depth": (plus("layer3.2.conv1.weight", 256, 256, 3, 3), r"2-2-3-2 blocks of two.*resnet50"),
     "another width": (plus("layer1.0.conv1.weight", 8, 64, 3, 3), r"conv1\.weight is \(8, .*expected \(64, "),
-    "another family": (
-        lambda s: {"features.0.weight": torch.ones(8, 3, 3, 3)},
-        r"no ResNet.*features\.0\.weight",
-    ),
+    "another family": (lambda s: {"features.0.weight": torch.ones(8, 3)}, r"no ResNet.*features\.0\.weight"),
     "missing keys": (lambda s: without(s, "layer4.1.conv1"), r"missing: layer4\.1\.conv1\.weight"),
     "a stage too few": (lambda s: without(s, "layer4"), "2-2-2 blocks"),
     "extra layers": (plus("attnpool.weight", 1), r"other keys than conv1.*attnpool\.weight"),
@@ -223,10 +217,7 @@ SPOILED = {
     "quantized": (changed(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)), r"\(quantized\)"),
     "complex": (changed(lambda x: x * 1j), r"bn1\.weight \(torch\.complex64\)"),
     "int8": (changed(lambda x: x.to(torch.int8)), r"bn1\.weight \(torch\.int8\)"),
-    "expanded": (
-        changed(lambda x: torch.ones(1).expand(1 << 36)),
-        r"\(expanded from fewer values to 274\.9 GB",
-    ),
+    "expanded": (changed(lambda x: torch.ones(1).expand(1 << 36)), r"from fewer values to 274\.9 GB"),
     "two networks": (
         lambda s: wrapped(s, "encoder_q.") | wrapped(s, "encoder_k."),
         r"holds 2 networks, under encoder_q\., encoder_k\.",

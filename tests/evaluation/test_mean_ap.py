@@ -60,8 +60,5 @@ def test_mean_average_precision_leaves_out_classes_without_positives():
     assert each[0] == 1 and np.isnan(each[1])
     assert each[2] == pytest.approx(slow_average_precision(scores[:, 2], presence[:, 2]))
     assert mean == pytest.approx((each[0] + each[2]) / 2)
-
-
-def test_mean_average_precision_needs_a_positive_image():
     with pytest.raises(ValueError, match="no class has a positive"):
         mean_average_precision(np.ones((2, 1)), -np.ones((2, 1), np.int8))

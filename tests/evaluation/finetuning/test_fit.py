@@ -295,11 +295,9 @@ def test_fit_keeps_the_last_network_only_with_the_cost_of_its_pre_training(whole
     assert encoder.ledger == {"updates": 7} and encoder.stem == "cifar"
 
 
-def test_fit_in_a_folder_of_other_settings_weights_or_images_is_refused(tmp_path):
+def test_fit_in_a_folder_of_other_weights_or_images_is_refused(tmp_path):
     run(tmp_path)
     before = sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file())
-    with pytest.raises(CheckpointError, match=r"lr: 0\.1 there, 0\.2 now\n  finetune\.momentum: 0\.9 there"):
-        run(tmp_path, lr=0.2, momentum=0.8)
     other = plain_encoder()
     with torch.no_grad():
         other.module[0].weight[0, 0, 0, 0] += 1
@@ -321,9 +319,8 @@ def test_fit_with_a_loss_not_finite_saves_nothing_and_names_images(tmp_path):
 def test_fit_that_does_not_fit_a_gpu_names_its_key(tmp_path, monkeypatch):
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0"))
     monkeypatch.setattr(FineTuning, "train_step", full)
-    with pytest.raises(
-        ConfigError, match=r"finetune.batch_size.* 2 GiB\. Lower it, or set finetune.accumulate"
-    ):
+    said = r"finetune.batch_size.* 2 GiB\. Lower it, or set finetune.accumulate"
+    with pytest.raises(ConfigError, match=said):
         run(tmp_path)
 
 
@@ -356,7 +353,6 @@ def test_pass_that_overflows_batchnorms_index_is_refused(tmp_path):
     require_norm(config, place, encoder)
     one = with_sizes(config, accumulate=4096)
     require_norm(one, place, encoder)
-    with pytest.raises(
-        ConfigErrors, match="a pass one image of 32 pixels, one value a channel for BatchNorm"
-    ):
+    said = "a pass one image of 32 pixels, one value a channel for BatchNorm"
+    with pytest.raises(ConfigErrors, match=said):
         require_norm(one.with_values({"data.augmentation.size": 32}), place, encoder)

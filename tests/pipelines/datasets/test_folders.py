@@ -114,7 +114,8 @@ def scanned(tmp_path):
     return image_folder(tmp_path)
 
 
-def test_look_again_compares_folders_and_a_sample_and_all_files_where_one_differs(scanned, monkeypatch):
+def test_look_again_compares_folders_and_a_sample_where_nothing_moved(scanned, monkeypatch):
+    """And all files where one of the sample differs."""
     stamps = mock.Mock(wraps=image_headers.file_stamps)
     monkeypatch.setattr(image_headers, "file_stamps", stamps)
     monkeypatch.setattr(folders, "_listed", None)
@@ -290,9 +291,8 @@ def test_csv_names_that_differ_in_folders_only_are_matched_in_seconds(tmp_path):
     """Each name was compared with each file, again for each wrong line: minutes for 2,000 lines."""
     names = [f"{i}/photo.jpg" for i in range(2000)]
     index = ImageIndex(tmp_path, names, np.full(2000, -1), (), np.ones((2000, 2), np.int32))
-    csv = table(
-        tmp_path / "labels.csv", "file,label", *(f"{name[:-3]}JPG,cat" for name in names), "x/Photo.jpg,cat"
-    )
+    wrong = [f"{name[:-3]}JPG,cat" for name in names]
+    csv = table(tmp_path / "labels.csv", "file,label", *wrong, "x/Photo.jpg,cat")
     began = time.process_time()
     with pytest.raises(DataError) as error:
         with_csv_labels(index, csv)
