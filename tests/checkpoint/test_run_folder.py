@@ -9,14 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from fastsuncet.checkpoint.run_folder import (
-    ERRORS,
-    RunStatus,
-    exclusive_run_folder,
-    on_rank_0,
-    refuse_existing,
-    require_run_folder,
-)
+from fastsuncet.checkpoint import run_folder
+from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder, on_rank_0, require_run_folder
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
@@ -28,7 +22,7 @@ ALONE = Place(0, 1, torch.device("cpu"))
 def raised_on_rank(rank: int, world_size: int) -> list[list]:
     """Return the exit code and the text of each error of rank 0, as this rank raises it."""
     found, place = [], Place(rank, world_size, torch.device("cpu"))
-    for error in [kind("why") for kind in ERRORS.values()]:
+    for error in [kind("why") for kind in run_folder.ERRORS.values()]:
 
         def fail(error: Exception = error) -> None:
             raise error
@@ -94,4 +88,4 @@ def test_refuse_existing_takes_no_failing_file_server_for_an_empty_place(tmp_pat
 
     monkeypatch.setattr(os, "lstat", stale)
     with pytest.raises(CheckpointError, match=r"cannot be written: .*Stale file handle"):
-        refuse_existing(tmp_path / "mine.npz", force=False)
+        run_folder.refuse_existing(tmp_path / "mine.npz", force=False)

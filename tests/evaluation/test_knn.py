@@ -100,9 +100,8 @@ def test_spread_over_classes_is_even_over_and_within_classes(labels, most):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "all"])
 def test_online_knn_without_labels_or_with_all_limits_its_supports(tmp_path, monkeypatch, kind):
-    config = small_config(
-        tmp_path, f"data.split.kind={kind}", "data.split.fraction=null", "criterion.supervised_epochs=0"
-    )
+    split = (f"data.split.kind={kind}", "data.split.fraction=null", "criterion.supervised_epochs=0")
+    config = small_config(tmp_path, *split)
     images = open_images(config, ALONE, validation=True)
     asked = {}
 

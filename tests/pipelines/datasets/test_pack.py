@@ -167,17 +167,14 @@ def test_a_packing_of_changed_files_starts_anew(tmp_path, index, part):
     assert not list(tmp_path.glob("*.part*"))
 
 
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [
-        (44_000_000, r"needs 528\.0 MB more, and its disk has 0\.3 MB left"),
-        (10**12, r"needs 12,000\.0 GB more, and its disk has 0\.0 GB left"),
-    ],
-)
-def test_a_disk_too_small_is_named_with_the_space_it_needs(tmp_path, index, monkeypatch, size, said):
+def test_a_disk_too_small_is_named_with_the_space_it_needs(tmp_path, index, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=3e5))
-    with pytest.raises(CannotWrite, match=said):  # exit code 5
-        write_pack(replace(index, stamps=np.array([[size, 0]] * len(index))), tmp_path / "pack")
+    for size, said in (
+        (44_000_000, r"528\.0 MB more, .* 0\.3 MB left"),
+        (10**12, r"12,000\.0 GB more, .* 0\.0 GB left"),
+    ):
+        with pytest.raises(CannotWrite, match=f"needs {said}"):  # exit code 5
+            write_pack(replace(index, stamps=np.array([[size, 0]] * len(index))), tmp_path / "pack")
 
 
 def test_two_writers_do_not_meet(tmp_path, index):

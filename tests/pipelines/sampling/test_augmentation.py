@@ -10,18 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
-from pipelines.sampling.augmentation import (
-    CROP_TRIES,
-    Augmentation,
-    Center,
-    Probability,
-    ViewParams,
-    blur_windows,
-    center_view,
-    draw_view,
-    random_resized_crop,
-    uniform,
-)
+from pipelines.sampling import augmentation as module
+from pipelines.sampling.augmentation import Augmentation, Center, Probability, ViewParams, draw_view, uniform
 
 sides = st.integers(1, 700)
 sizes_of_images = st.lists(st.tuples(sides, sides), min_size=1, max_size=20).map(np.array)
@@ -45,9 +35,10 @@ def test_crop_box_lies_inside_its_image_and_holds_a_pixel(sizes, seed):
 @pytest.mark.parametrize("shape", [(375, 500), (224, 224), (64, 700), (700, 64), (2, 3), (1, 1)])
 def test_crop_boxes_are_those_of_torchvisions_code_on_the_same_draws(monkeypatch, shape, scale):
     augmentation = Augmentation(crop_scale=scale)
-    draws = np.random.default_rng(0).random((60, 2 * CROP_TRIES + 2)).astype(np.float32).astype(np.float64)
+    rng, columns = np.random.default_rng(0), 2 * module.CROP_TRIES + 2
+    draws = rng.random((60, columns)).astype(np.float32).astype(np.float64)
     tries, (top, left) = draws[:, :-2], draws[:, -2:].T
-    boxes = random_resized_crop(augmentation, np.tile(shape, (len(draws), 1)), tries, top, left)
+    boxes = module.random_resized_crop(augmentation, np.tile(shape, (len(draws), 1)), tries, top, left)
     uniforms = corners = iter(())
     # torchvision's code draws by these two; here they hand out the draws above.
     monkeypatch.setattr(
@@ -184,7 +175,7 @@ def test_draws_of_zero_strength_are_neutral():
 @given(sizes_of_images, st.integers(1, 300), st.data())
 def test_center_view_is_where_torchvision_puts_it(sizes, resize, data):
     size = data.draw(st.integers(1, resize))
-    center = center_view(Center(size, resize), sizes)
+    center = module.center_view(Center(size, resize), sizes)
     for (height, width), resized, corner in zip(sizes.tolist(), center.resized, center.corner):
         short, long = min(height, width), max(height, width)
         new_long = int(resize * long / short)  # torchvision's own expressions
@@ -215,5 +206,5 @@ def test_center_refuses_a_crop_larger_than_the_resized_image():
 
 
 def test_blur_windows_hold_three_standard_deviations_on_each_side():
-    np.testing.assert_array_equal(blur_windows(np.array([0.1, 0.34, 1.0, 2.0])), [3, 5, 7, 13])
+    np.testing.assert_array_equal(module.blur_windows(np.array([0.1, 0.34, 1.0, 2.0])), [3, 5, 7, 13])
     assert Augmentation().widest_blur == 13 and Augmentation(blur_window=23).widest_blur == 23
