@@ -60,14 +60,14 @@ def read_checkpoint(folder: Path) -> int | None:
     return loaded and loaded.step
 
 
-def write_index(folder: Path, number: int) -> None:
+def write_index(path: Path, number: int) -> None:
     """Write an index whose first label is `number`."""
     labels = np.array([number, 0, 0])
-    save_index(replace(images(), labels=labels, classes=CLASSES), folder / "index.npz")
+    save_index(replace(images(), labels=labels, classes=CLASSES), path)
 
 
-def read_index(folder: Path) -> int | None:
-    index = load_own_index(folder / "index.npz")
+def read_index(path: Path) -> int | None:
+    index = load_own_index(path)
     return None if index is None else int(index.labels[0])
 
 
@@ -83,8 +83,12 @@ def read_pack(folder: Path) -> int | None:
     return found
 
 
+def write_code(folder: Path, number: int) -> None:
+    code_cache.write(folder / "code", b"%d" % number * 20_000)
+
+
 def read_code(folder: Path) -> int | None:
-    code = code_cache.read(folder / "kernels" / "code")
+    code = code_cache.read(folder / "code")
     assert code is None or code == code[:1] * 20_000
     return None if code is None else int(code[:1])
 
@@ -148,35 +152,22 @@ def read_rows(output: Path) -> int | None:
     return int(found[0][0])
 
 
+def at(
+    name: str, write: Callable[[Path, int], object], read: Callable[[Path], int | None], *others: str
+) -> Writer:
+    """Return the writer of the file or folder `name`, which writes `others` next to it."""
+    return Writer(
+        lambda folder, n: write(folder / name, n), lambda folder: read(folder / name), {name, *others}
+    )
+
+
+CHECKPOINTS = {".lock", "latest", "step_00000003"}
 WRITERS = {
-    "checkpoint": Writer(
-        lambda folder, n: save(folder, n, keep=1 if n == 3 else 2),
-        read_checkpoint,
-        {".lock", "latest", "step_00000003"},
-    ),
-    "index": Writer(write_index, read_index, {"index.npz"}),
+    "checkpoint": Writer(lambda folder, n: save(folder, n, 1 if n == 3 else 2), read_checkpoint, CHECKPOINTS),
+    "index": at("index.npz", write_index, read_index),
     "pack": Writer(lambda folder, n: write_pack(images(), folder / str(n)), read_pack, {"3"}),
-    "code": Writer(
-        lambda folder, n: code_cache.write(folder / "kernels" / "code", b"%d" % n * 20_000),
-        read_code,
-        {"kernels"},
-    ),
-    "export": Writer(
-        lambda folder, n: write_export(folder / "weights.pth", n),
-        lambda folder: read_export(folder / "weights.pth"),
-        {"weights.pth", "weights.json"},
-    ),
-    "export folder": Writer(
-        lambda folder, n: write_export(folder / "weights", n),
-        lambda folder: read_export(folder / "weights"),
-        {"weights"},
-    ),
-    **{
-        name: Writer(
-            lambda folder, n, name=name: write_rows(folder / name, n),
-            lambda folder, name=name: read_rows(folder / name),
-            {name},
-        )
-        for name in ("features.npz", "predictions.csv")
-    },
+    "code": at("kernels", write_code, read_code),
+    "export": at("weights.pth", write_export, read_export, "weights.json"),
+    "export folder": at("weights", write_export, read_export),
+    **{name: at(name, write_rows, read_rows) for name in ("features.npz", "predictions.csv")},
 }

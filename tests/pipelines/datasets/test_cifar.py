@@ -29,7 +29,7 @@ class Published:
 
     def __init__(self, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.kind, self.torchvision = kind, KINDS[kind]
-        self.folder = self.torchvision.base_folder
+        self.folder, self.key = self.torchvision.base_folder, "labels" if kind == "cifar10" else "fine_labels"
         self.batches, self.files = {}, {}
         for attribute in ("train_list", "test_list"):
             names = [name for name, _ in getattr(self.torchvision, attribute)]
@@ -46,14 +46,11 @@ class Published:
     def batch(self, seed: int) -> dict:
         draws = np.random.default_rng(seed)
         pixels = draws.integers(0, 256, (ROWS, 3072), dtype=np.uint8)
-        if self.kind == "cifar10":
-            return {"data": pixels, "labels": draws.integers(0, 10, ROWS).tolist()}
-        coarse = draws.integers(0, 20, ROWS).tolist()
-        return {"data": pixels, "coarse_labels": coarse, "fine_labels": draws.integers(0, 100, ROWS).tolist()}
+        labels = draws.integers(0, len(CLASSES[self.kind]), ROWS).tolist()
+        return {"data": pixels, "coarse_labels": [0] * ROWS, self.key: labels}
 
     def labels(self, names: list[str]) -> list[int]:
-        key = "labels" if self.kind == "cifar10" else "fine_labels"
-        return [label for name in names for label in self.batches[name][key]]
+        return [label for name in names for label in self.batches[name][self.key]]
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
