@@ -14,13 +14,6 @@ from pipelines import atomic_files
 from tests.support.checkpoints import content, corrupt, newest, save, steps
 
 
-def test_load_newest_finds_none_where_there_never_was_one(tmp_path):
-    assert newest(tmp_path / "nowhere") == (None, [])
-    (tmp_path / ".tmp-step_00000001").mkdir()  # a first save that was killed
-    (tmp_path / "metrics.csv").touch()
-    assert newest(tmp_path) == (None, [])
-
-
 def test_load_newest_names_a_folder_that_is_gone(tmp_path):
     save(tmp_path, 1)
     shutil.rmtree(save(tmp_path, 2))

@@ -111,15 +111,6 @@ def test_fit_learns_a_separable_set(tmp_path, several):
     assert result.accuracy > 0.9 and (result.ledger.views, result.ledger.updates) == (60 * 12, 60)
 
 
-def test_classifier_begins_at_zero_and_draws_no_random_number(tmp_path):
-    torch.manual_seed(9)
-    before = torch.get_rng_state()
-    with_classifier(nn.Flatten(), torch.zeros(5, 12), torch.zeros(5))
-    assert torch.equal(torch.get_rng_state(), before)
-    result = run(tmp_path, 1)
-    assert result.loss == pytest.approx(math.log(CLASSES), rel=1e-6), "classes do not begin equally likely"
-
-
 def cosine(step: int) -> float:
     return 0.1 * (1 + math.cos(math.pi * step / 6)) / 2
 
