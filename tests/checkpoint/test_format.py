@@ -134,8 +134,7 @@ def test_format_notices_a_flipped_bit_anywhere_in_meta(tmp_path):
     path = save(tmp_path, 2)
     meta = manager.load(path).meta
     content = (path / "meta.json").read_bytes()
-    passed = 0
-    indices = range(0, len(content), 3)
+    passed, indices = 0, range(0, len(content), 3)
     for index in indices:
         flipped = bytearray(content)
         flipped[index] ^= 1 << index % 7

@@ -14,9 +14,8 @@ from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder, on
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
+from tests.support.colors import ALONE
 from tests.support.ranks import run_ranks
-
-ALONE = Place(0, 1, torch.device("cpu"))
 
 
 def raised_on_rank(rank: int, world_size: int) -> list[list]:

@@ -88,11 +88,11 @@ def test_check_finds_the_files_that_cannot_train_in_their_state_of_today(tmp_pat
     (folder / "empty.jpg").write_bytes(good["plain.jpg"])
     index = image_tree(folder)
     (folder / "one.jpg").unlink()
-    write_image(folder / "plain.bmp", 9, 6)
+    write_image(folder / "plain.bmp", width=HEIGHT, height=WIDTH)
     checked = check(index, reader)
     reasons = {os.path.basename(path): reason for path, reason in checked.bad_files()}
     assert "empty.jpg" not in reasons and reasons["one.jpg"] == "no such file"
-    assert reasons["plain.bmp"] == "is 9 x 6 now, in the index 80 x 60: make the index again"
+    assert reasons["plain.bmp"] == "is 60 x 80 now, in the index 80 x 60: make the index again"
     save_index(checked, tmp_path / "index.npz")
     kept = load_index(tmp_path / "index.npz")
     assert kept.bad == checked.bad and kept.fingerprint() == checked.fingerprint()
