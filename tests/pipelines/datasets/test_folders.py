@@ -204,6 +204,15 @@ def tree(tmp_path):
     return write_images(tmp_path / "tree", "1.jpg", "x/2.jpg", "x/y/3.jpg", CAFE)
 
 
+def test_image_tree_has_all_images_and_no_label(tree):
+    index = image_tree(tree)
+    assert list(index.files) == ["1.jpg", CAFE, "x/2.jpg", "x/y/3.jpg"]
+    assert index.labels.tolist() == [-1] * 4 and index.classes == ()
+    (tree / "none").mkdir()
+    with pytest.raises(DataError, match="holds no image"):
+        image_tree(tree / "none")
+
+
 def test_csv_labels_are_any_text_in_sorted_order(tree, tmp_path):
     csv = table(
         tmp_path / "labels.csv",
