@@ -21,21 +21,17 @@ def wrong_paws(anchors=S, supports=Z, labels=Y, targets=S, target_supports=Z, vi
     [
         (lambda: nt_xent(torch.zeros(5, 3), 0.1), r"nt_xent: .*first views of B images.*it has 5 rows"),
         (lambda: nt_xent(torch.zeros(2, 2, 3), 0.1), r"nt_xent: z must be \(rows, width\).*\(2, 2, 3\)"),
-        (lambda: nt_xent(torch.tensor(1.0), 0.1), r"nt_xent: z must be \(rows, width\).*\(\)"),
         (lambda: nt_xent(Z, 0.1, keys="on"), r"keys must be one of \('attached', 'detached'\), not 'on'"),
         (
             lambda: nt_xent(Z, 0.1, chunk_size=0),
-            r"nt_xent: chunk_size must be an integer of at least 1, not 0",
+            "nt_xent: chunk_size must be an integer of at least 1, not 0",
         ),
         (lambda: sup_con(Z, Y, 0.1, chunk_size=1.5), r"sup_con: chunk_size must be an integer .* not 1.5"),
         (lambda: nt_xent(np.zeros((4, 3)), 0.1), r"nt_xent: z must be .* a tensor .* not ndarray"),
         (lambda: suncet(Z, Y.numpy(), 0.1), r"suncet: labels must be .* a tensor \(4,\), not ndarray"),
         (lambda: suncet(torch.zeros(4, 3).long(), Y, 0.1), r"suncet: z must be .*floating.*torch.int64"),
-        (
-            lambda: suncet(Z, Y[:3], 0.1),
-            r"suncet: labels must be one integer per row, a tensor \(4,\), not \(3,\)",
-        ),
-        (lambda: suncet(Z, Y[:, None], 0.1), r"suncet: labels must be one integer per row"),
+        (lambda: suncet(Z, Y[:3], 0.1), r"suncet: labels must be one integer per row, .* not \(3,\)"),
+        (lambda: suncet(Z, Y[:, None], 0.1), r"suncet: labels must be .* a tensor \(4,\), not \(4, 1\)"),
         (lambda: suncet(Z, Y.bool(), 0.1), r"suncet: labels must be integers, not torch.bool"),
         (lambda: suncet(Z, Y.to("meta"), 0.1), r"suncet: labels are on meta, the rows on cpu"),
         (
@@ -47,13 +43,9 @@ def wrong_paws(anchors=S, supports=Z, labels=Y, targets=S, target_supports=Z, vi
         (lambda: cross_entropy(Z, Y.float()), r"cross_entropy: labels must be integers"),
         (lambda: swav(S[0], 0.1, crops=4), r"swav: scores must be \(crops x images, prototypes\)"),
         (lambda: swav(S.long(), 0.1, crops=4), r"swav: .* not \(8, 3\) of torch.int64"),
-        (
-            lambda: swav(S[:, :0], 0.1, crops=4),
-            r"swav: scores must have at least one prototype, not \(8, 0\)",
-        ),
+        (lambda: swav(S[:, :0], 0.1, crops=4), r"swav: scores must have at least one prototype, .*\(8, 0\)"),
         (lambda: swav(torch.zeros(9, 3), 0.1, crops=4), r"swav: .*9 rows are not a multiple of 4"),
         (lambda: swav(S, 0.1, crops=1), "swav: crops must be an integer of at least 2"),
-        (lambda: swav(S, 0.1, crops=4, epsilon=-0.05), "swav: epsilon must be a plain number above 0"),
         (lambda: swav(S, 0.1, crops=4, epsilon=math.nan), "swav: epsilon must be a plain number above 0"),
         (lambda: swav(S, 0.1, crops=4, iterations=0), "swav: iterations must be an integer of at least 1"),
         (lambda: swav(S, 0.0, crops=4), "swav: temperature must be a plain number above 0"),
@@ -70,22 +62,18 @@ def wrong_paws(anchors=S, supports=Z, labels=Y, targets=S, target_supports=Z, vi
         (wrong_paws(targets=S.to("meta")), r"paws: targets must have .* device .* on cpu.* on meta"),
         (wrong_paws(supports=Z[:, :2]), r"paws: supports must have the width .* not \(4, 2\)"),
         (wrong_paws(smoothing=1.0), "paws: smoothing must be from 0 to below 1, not 1.0"),
-        (
-            wrong_paws(smoothing=0.0, temperature=0.02),
-            "paws: without smoothing, temperature must be at least",
-        ),
+        (wrong_paws(smoothing=0.0, temperature=0.02), "paws: without smoothing, temperature must be at"),
         (wrong_paws(prior=torch.ones(3)), r"paws: prior must be one share .* a tensor \(4,\), not \(3,\)"),
         (wrong_paws(classes="5"), "paws: classes must be an integer of at least 1, not '5'"),
         (wrong_paws(prior=[1] * 4), "paws: prior must be .* not list"),
-        *[
-            (
-                lambda t=t: suncet(Z, Y, t),
-                r"suncet: temperature must be a plain number above 0.*0.5 for CIFAR",
-            )
-            for t in (0, -0.1, math.nan, math.inf, "0.1", None, torch.tensor(0.1))
-        ],
     ],
 )
 def test_checks_refuse_a_wrong_call(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("temperature", [0, -0.1, math.nan, math.inf, "0.1", None, torch.tensor(0.1)])
+def test_checks_refuse_a_wrong_temperature(temperature):
+    with pytest.raises(ValueError, match=r"suncet: temperature must be a plain number above 0.*0\.5 for"):
+        suncet(Z, Y, temperature)

@@ -1,4 +1,7 @@
-"""What holds for every loss: float32 under autocast and of 16 bits, the same bits again, and inputs left alone."""
+"""What holds for every loss: float32 under autocast and of 16 bits, the same bits again, and inputs left alone.
+
+Cross-entropy is so small that all of its tests are here.
+"""
 
 import math
 
@@ -7,6 +10,7 @@ import torch
 
 from fastsuncet import cross_entropy, nt_xent, paws, suncet, sup_con, swav
 from fastsuncet.losses.swav import prototype_scores
+from tests.support.dense_losses import gradient, labeled_batch
 
 
 def draw(rows: int) -> torch.Tensor:
@@ -61,8 +65,20 @@ def test_loss_shows_a_number_that_is_not_finite(name, bad):
     assert value_and_gradient(name, z)[0].isnan()
 
 
-@pytest.mark.parametrize("name", ["nt_xent", "cross_entropy", "swav"])
+@pytest.mark.parametrize("name", ["nt_xent", "suncet", "sup_con", "cross_entropy", "swav", "paws"])
 def test_loss_of_no_images_is_zero(name):
-    """suncet and sup_con have more cases of it: test_no_anchor_gives_zero_with_a_zero_gradient."""
     value, grad = value_and_gradient(name, draw(0))
-    assert value.item() == 0 and grad.shape == (0, 32)
+    assert value.item() == pytest.approx(0, abs=1e-30) and grad.shape == (0, 32)
+
+
+def test_cross_entropy_is_torchs_mean():
+    logits, labels = labeled_batch(rows=12, width=7, dtype=torch.float32)
+    loss, grad = gradient(cross_entropy, logits, labels.int())
+    true_loss, true_grad = gradient(torch.nn.functional.cross_entropy, logits.double(), labels)
+    assert loss.item() == pytest.approx(true_loss.item(), rel=3e-6)
+    assert (grad - true_grad).norm() < 3e-6 * true_grad.norm()
+
+
+def test_cross_entropy_does_not_ignore_a_class_number():
+    with pytest.raises(IndexError):
+        cross_entropy(torch.zeros(4, 3), torch.full((4,), -100))

@@ -1,6 +1,7 @@
 """Losses on real ranks are those of one process on the joined batch: values, and gradients over the world size."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -82,7 +83,7 @@ def run_case(case: tuple, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compute_everything(rank: int, world_size: int, authors: dict) -> dict:
-    """Compute every case on one set of ranks: starting them costs seconds, a case nothing."""
+    """Compute every case on one set of ranks, whose start costs seconds; different shapes are refused by all."""
     found = {str(case): run_case(case, rank) for case in EQUAL_CASES + ZERO_CASES}
     balanced = labels_of("balanced", rank)
     found["cross_entropy"] = gradient(cross_entropy, rows_of(rank), balanced)
@@ -91,17 +92,16 @@ def compute_everything(rank: int, world_size: int, authors: dict) -> dict:
     found["no rows"] = gradient(suncet, torch.zeros(0, WIDTH), torch.zeros(0, dtype=torch.int64), TEMPERATURE)
     found["no images"] = gradient(nt_xent, torch.zeros(0, WIDTH), TEMPERATURE)
 
-    second = int(rank == 1)
-    refusals = {
-        "nt_xent": lambda: nt_xent(views_of(rank)[: 4 + 2 * second], TEMPERATURE),
-        "suncet": lambda: suncet(rows_of(rank)[: 4 + rank], balanced[: 4 + rank], TEMPERATURE),
-        "cross_entropy": lambda: cross_entropy(rows_of(rank)[:, : 4 + rank], balanced),
-        "swav": lambda: swav(scores_of(rank)[: 8 + 4 * second], 0.1, crops=4),
+    more = int(rank == 1)
+    refusals = {  # each call, which has another shape on rank 1, and the shapes that all ranks name
+        "nt_xent": (lambda: nt_xent(views_of(rank)[: 4 + 2 * more], 0.1), "0: (4, 8), rank 1: (6, 8)"),
+        "suncet": (lambda: suncet(rows_of(rank)[: 4 + more], balanced[: 4 + more], 0.1), "1: (5, 8)"),
+        "cross_entropy": (lambda: cross_entropy(rows_of(rank)[:, : 4 + more], balanced), "1: (12, 5)"),
+        "swav": (lambda: swav(scores_of(rank)[: 8 + 4 * more], 0.1, crops=4), "0: (8, 6), rank 1: (12, 6)"),
     }
-    for name, refused in refusals.items():
-        with pytest.raises(ValueError) as error:
+    for name, (refused, shapes) in refusals.items():
+        with pytest.raises(ValueError, match=f"^{name}: the shape of its input .*rank {re.escape(shapes)}"):
             refused()
-        found[f"refusal of {name}"] = str(error.value)
 
     odd_ranks = torch.distributed.new_group(range(1, world_size, 2))
     if rank % 2:
@@ -204,33 +204,10 @@ def test_ranks_without_an_anchor_still_have_keys(results):
 
 
 @worlds
-def test_ranks_balanced_share_is_the_mean_over_own_anchors(results, world_size):
-    rows, labels = joined(rows_of, range(world_size)), joined(labels_of, range(world_size), "balanced")
-    exps = torch.exp(dense_losses.cosines(rows) / TEMPERATURE).fill_diagonal_(0)
-    losses = -torch.log((exps * (labels[:, None] == labels)).sum(1) / exps.sum(1))
-    for mean, found in zip(losses.view(world_size, LABELED_ROWS).mean(1), results[world_size]):
-        share = found[str((F64, "attached", "suncet", "balanced", "sample"))][0]
-        assert share.item() == pytest.approx(mean.item(), rel=1e-12)
-
-
-@worlds
 def test_ranks_with_nothing_to_contrast_give_zero(results, world_size):
     for found in results[world_size]:
         for case in (*map(str, ZERO_CASES), "no rows", "no images"):
             assert found[case][0].item() == 0 and not found[case][1].any(), case
-
-
-@worlds
-def test_ranks_with_different_shapes_all_refuse(results, world_size):
-    for found in results[world_size]:
-        for name, shapes in (
-            ("nt_xent", "rank 0: (4, 8), rank 1: (6, 8)"),
-            ("suncet", "rank 0: (4, 8), rank 1: (5, 8)"),
-            ("cross_entropy", "rank 0: (12, 4), rank 1: (12, 5)"),
-            ("swav", "rank 0: (8, 6), rank 1: (12, 6)"),
-        ):
-            assert found[f"refusal of {name}"].startswith(f"{name}: the shape of its input")
-            assert shapes in found[f"refusal of {name}"]
 
 
 def test_ranks_of_a_group_contrast_only_its_rows(results):

@@ -65,23 +65,6 @@ def test_swav_in_float32_is_near_float64():
     assert (grad - true_grad).norm() < 1e-5 * true_grad.norm()
 
 
-def test_sinkhorn_balances_prototypes():
-    """A sample's code sums to 1 at once, the prototypes' parts become equal with iterations."""
-    scores = draw_scores(crops=1, images=40, prototypes=7)
-    codes = sinkhorn(scores, 0.05, iterations=3)
-    assert (codes >= 0).all()
-    torch.testing.assert_close(codes.sum(dim=1), torch.ones(40, dtype=F64))
-    after = [(sinkhorn(scores, 0.05, n).sum(dim=0) - 40 / 7).abs().max().item() for n in (1, 3, 1000)]
-    assert after[0] > after[1] > 1e-3 and after[2] < 1e-9
-
-
-def test_sinkhorn_solves_leading_dimensions_separately():
-    scores = torch.stack([draw_scores(seed=1), draw_scores(seed=2)])
-    torch.testing.assert_close(
-        sinkhorn(scores), torch.stack([sinkhorn(each) for each in scores]), rtol=1e-12, atol=1e-15
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1, 50, 60_000])
 def test_sinkhorn_takes_scores_of_any_size(dtype, size):
