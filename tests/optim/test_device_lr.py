@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastsuncet.config.schema import OptimizationSection
-from fastsuncet.optim import LARS, SGD, AdamW
+from fastsuncet.optim import LARS
 from fastsuncet.training.step import build_optimizer
 
 RATES = [0.0, 0.1, 0.03, 0.2]
@@ -70,37 +70,3 @@ def test_state_continues_to_the_bit_and_keeps_the_tensor_of_the_rate(optimizer):
     assert float(rate) == pytest.approx(RATES[1])
     for got, wanted in zip(updated(model, second, range(2, 4)), straight):
         assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("make", [AdamW, SGD])
-def test_overflow_of_the_scaler_changes_neither_weights_nor_moments(make):
-    model = network().float()
-    optimizer = make(model.parameters(), torch.tensor(0.1), momentum=0.9, weight_decay=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for bad in (False, True):
-        before = [p.detach().clone() for p in model.parameters()]
-        moments = {id(p): {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()}
-        scaler.scale(sum(p.sum() for p in model.parameters())).backward()
-        if bad:
-            next(model.parameters()).grad[0, 0] = torch.inf
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        same = [torch.equal(a, b) for a, b in zip(before, model.parameters())]
-        assert all(same) if bad else not any(same)
-    for p, state in optimizer.state.items():
-        assert all(torch.equal(state[key], moments[id(p)][key]) for key in state)
-
-
-@pytest.mark.parametrize("make", [AdamW, SGD])
-def test_parameter_whose_gradients_begin_later_is_taken_in(make):
-    model = network()
-    optimizer = make(model.parameters(), torch.tensor(0.1), momentum=0.9, weight_decay=0.0)
-    first, *rest = model.parameters()
-    for p in rest:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    before = first.detach().clone()
-    first.grad = torch.ones_like(first)
-    optimizer.step()
-    assert not torch.equal(before, first)

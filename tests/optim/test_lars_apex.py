@@ -87,9 +87,7 @@ class OnGPU(torch.Tensor):
         (torch.Tensor, {"lars.cu", "apex"}, torch.float32, []),
     ],
 )
-def test_lars_auto_is_a_kernel_that_takes_the_tensors_else_foreach(
-    apex, monkeypatch, kind, usable, dtype, calls
-):
+def test_lars_auto_is_a_kernel_that_takes_them_else_foreach(apex, monkeypatch, kind, usable, dtype, calls):
     monkeypatch.setattr(switches, "usable", lambda source, *_: source in usable)
     tensors = [[torch.ones(3, dtype=dtype).as_subclass(kind)] for _ in range(3)]
     with on_the_host(lars_kernel) as launched:
