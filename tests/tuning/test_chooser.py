@@ -17,6 +17,9 @@ def report(contender: float, noise=NOISE, **more) -> Outcome:
 ENDED = Outcome(problem="was killed by SIGKILL", final=False)
 
 
+TIGHT = [report(0.8, memory_left=0.5), report(0.8, memory_left=0.05)]
+
+
 @pytest.mark.parametrize(
     ("reports", "won", "problem"),
     [
@@ -26,18 +29,11 @@ ENDED = Outcome(problem="was killed by SIGKILL", final=False)
         pytest.param([report(0.8, noise=(1.0, 0.7, 1.1))], False, None, id="less than the noise"),
         pytest.param([Outcome(problem="other bits")], False, "other bits", id="a failing proof"),
         pytest.param([report(0.8), ENDED], False, "rank 1: was killed by SIGKILL", id="one rank"),
-        pytest.param(
-            [ENDED, Outcome(problem="other bits")], False, "rank 1: other bits", id="the reason first"
-        ),
+        pytest.param([ENDED, Outcome(problem="bits")], False, "rank 1: bits", id="the reason first"),
         pytest.param([report(0.8), report(1.1)], False, None, id="the slowest rank counts"),
         pytest.param([report(0.8), report(0.9)], True, None, id="two ranks"),
         pytest.param([report(0.8, memory_left=0.09)], True, None, id="enough memory"),
-        pytest.param(
-            [report(0.8, memory_left=0.5), report(0.8, memory_left=0.05)],
-            False,
-            "leaves 5% of the memory free, 8% are needed",
-            id="too little memory on one rank",
-        ),
+        pytest.param(TIGHT, False, "leaves 5% of the memory free, 8% are needed", id="too little memory"),
     ],
 )
 def test_judge(reports, won, problem):
