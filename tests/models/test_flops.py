@@ -12,10 +12,8 @@ PAPER_HEAD = (2048, 128)
 # (name, stem, size, hidden, output): MACs, MACs of the encoder
 RECORDED = {
     ("resnet50", "imagenet", 224, 2048, 128): (4_091_592_704, 4_087_136_256),
-    ("resnet50", "imagenet", 96, 2048, 128): (755_154_944, 750_698_496),
     ("resnet50", "cifar", 32, 2048, 128): (1_302_265_856, 1_297_809_408),
     ("resnet34", "cifar", 32, 2048, 128): (1_160_708_096, 1_159_397_376),
-    ("resnet18", "imagenet", 32, 32, 16): (37_028_352, 37_011_456),
     ("resnet18", "cifar", 32, 2048, 128): (556_728_320, 555_417_600),
     ("resnet_tiny", "cifar", 16, 32, 16): (3_127_808, 3_125_248),
 }
@@ -59,8 +57,7 @@ def parameter_bytes(network, *kinds):
     ("name", "stem", "size", "head_batchnorm"),
     [
         ("resnet50", "imagenet", 45, False),
-        ("resnet18", "cifar", 16, False),
-        ("resnet_tiny", "cifar", 15, True),
+        ("resnet18", "cifar", 16, True),
         ("resnet_tiny", "cifar", 15, "all"),
     ],
 )
@@ -84,13 +81,6 @@ def test_memory_estimate_counts_half_activations_under_autocast():
     images = 2 * 3 * 16 * 16 * 4
     biases = 2 * (2048 + 128)  # cast too, but backward does not need them
     assert kept + images + biases - norms == estimate.activations + estimate.weight_copies
-
-
-def test_memory_estimate_of_a_224_pixel_view():
-    one, two = (memory_estimate("resnet50", "imagenet", 224, *PAPER_HEAD, views=n) for n in (1, 2))
-    assert (two.activations - one.activations) / 1e6 == pytest.approx(44, rel=0.02)
-    assert one.parameters == 4 * 27_966_656
-    assert two.total - one.total == two.activations - one.activations
 
 
 def test_petaflops_of_the_papers_updates():

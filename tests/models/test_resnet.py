@@ -47,12 +47,6 @@ def test_weights_depend_on_the_seed_alone():
     assert not any(torch.equal(first[key], other[key]) for key in drawn)
 
 
-def test_meta_device_has_shapes_and_no_weights():
-    meta, weights = (build_model("resnet18", device=device) for device in ("meta", "cpu"))
-    assert all(p.is_meta for p in (*meta.parameters(), *meta.buffers()))
-    assert shapes(meta) == shapes(weights)
-
-
 @pytest.mark.parametrize("stem", ["imagenet", "cifar"])
 def test_weights_start_as_the_authors_do(stem):
     model = build_model("resnet50", stem)
@@ -85,33 +79,16 @@ def test_stem_decides_the_side_of_the_first_block(stem, side):
     assert seen == [(1, 64, side, side)]
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet_tiny"])
-def test_forward_is_the_head_on_what_encode_returns(name):
-    model = build_model(name, stem="cifar", hidden=24, output=10).eval()
+def test_forward_is_the_heads_on_the_encoders_features():
+    model = build_model("resnet_tiny", stem="cifar", prediction_head=True).eval()
     images = torch.randn(2, 3, 16, 16)
-    h = model.encoder(images)
-    assert h.shape == (2, model.width)
-    linear, relu, last = model.head
-    assert isinstance(relu, nn.ReLU)
-    expected = (h @ linear.weight.T + linear.bias).clamp(min=0) @ last.weight.T + last.bias
-    torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(model(images), model.predictor(model.head(model.encoder(images))))
 
 
 @pytest.mark.parametrize("name", WIDTHS)
 def test_encoder_has_its_width(name):
     model = build_model(name, stem="cifar", device="meta")
     assert model.encoder(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, WIDTHS[name])
-
-
-@pytest.mark.parametrize("size", [16, 28, 32])
-def test_tiny_network_halves_twice_and_has_three_blocks(size):
-    model = build_model("resnet_tiny", stem="cifar", hidden=64, output=32, device="meta")
-    seen = []
-    for stage in (model.encoder.layer1, model.encoder.layer2, model.encoder.layer3):
-        stage.register_forward_hook(lambda _, __, output: seen.append(tuple(output.shape)))
-    assert model(torch.zeros(2, 3, size, size, device="meta")).shape == (2, 32)
-    assert seen == [(2, 16, size, size), (2, 32, size // 2, size // 2), (2, 64, size // 4, size // 4)]
-    assert count(model.encoder) == 77_392
 
 
 @pytest.mark.slow
@@ -160,13 +137,6 @@ def test_heads_of_paws_and_of_simclrs_authors_have_their_layers():
     assert count(model.head) == 3 * (2048**2 + 2048) + 2 * 2 * 2048
     assert count(model.predictor) == 2 * 2048 + (2048 * 512 + 512) + 2 * 512 + (512 * 2048 + 2048)
     assert shapes(model.predictor)["1.weight"] == (512, 2048)
-
-
-@pytest.mark.parametrize("prediction_head", [False, True])
-def test_every_parameter_gets_a_gradient(prediction_head):
-    model = build_model("resnet_tiny", stem="cifar", prediction_head=prediction_head)
-    model(torch.randn(4, 3, 16, 16)).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
 def test_stride_over_one_pixel_has_its_gradient_in_bfloat16():
