@@ -197,6 +197,7 @@ def weights_around_a_refusal(rank, world_size, folder):
                 return step()
 
         step, said = one_step(task)
+        assert step.warmup == 11  # PyTorch's notes on CUDA graphs ask for so many passes of DDP
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_graph, "capture_on_device", refused)
             step.refused = not graphs  # not tried
@@ -214,15 +215,6 @@ def test_ranks_train_on_after_a_capture_refused_in_backward(tmp_path):
         assert all(map(torch.equal, plain, refused))
 
 
-def test_replay_overwrites_its_result_and_no_batch(task, graphs):
-    step, _ = one_step(task)
-    batches = [task.stream(number) for number in range(WARMUP + 2)]
-    kept = [batch.views[0].clone() for batch in batches]
-    results = [step(batch, 0.1) for batch in batches]
-    assert results[-1] is results[-2] and results[0] is not results[1]
-    assert all(torch.equal(batch.views[0], views) for batch, views in zip(batches, kept))
-
-
 def test_new_kind_of_step_frees_the_old_graph(task, graphs):
     """A kind that returns is captured again."""
     step, said = one_step(task)
@@ -235,15 +227,6 @@ def test_new_kind_of_step_frees_the_old_graph(task, graphs):
             assert held is None or held.step is None  # reset
         assert step.captured is not None
     assert len(graphs) == 3 and not said
-
-
-def test_ddp_makes_eleven_passes_before_the_capture(task):
-    """PyTorch's notes on CUDA graphs ask for eleven; the passes on blank images are not relied on."""
-    ddp = torch.nn.parallel.DistributedDataParallel
-    wrapped = ddp.__new__(ddp)
-    torch.nn.Module.__init__(wrapped)
-    in_ddp = GraphedStep(wrapped, task.optimizer, task.method)
-    assert (one_step(task)[0].warmup, in_ddp.warmup) == (WARMUP, 11)
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -17,7 +17,6 @@ from tests.support.methods import (
     CLASSES,
     METHODS,
     TAU,
-    U,
     config_of,
     dense,
     images,
@@ -35,17 +34,6 @@ def test_methods_every_loss_of_the_schema_is_compared_here():
         getattr(config_of(method).criterion, key) for method in METHODS for key in ("instance", "supervision")
     }
     assert names == compared == set(methods.TERMS)
-
-
-@pytest.mark.parametrize("labeled", [0, 3])
-def test_model_sees_channels_last_images_with_labels_and_without(labeled):
-    model, seen = network(config_of("SimCLR + SuNCEt")), []
-    model.model.encoder.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    views = [torch.rand(U, 16, 16, 3, dtype=torch.float64).permute(0, 3, 1, 2) for _ in range(2)]
-    none = torch.empty(0, 3, 16, 16, dtype=torch.float64)  # as a stream gives them once supervision is off
-    model(views, views[0][:labeled] if labeled else none)
-    assert len(seen[0]) == 2 * U + labeled
-    assert seen[0].is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("method", METHODS)

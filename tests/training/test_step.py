@@ -1,19 +1,12 @@
 """The update of a step, and the gradients' norms that it returns."""
 
-import copy
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 
 from fastsuncet.distributed.place import Place
-from fastsuncet.models.resnet import build_model
-from fastsuncet.optim import warmup_cosine
 from fastsuncet.training import methods
-from fastsuncet.training.multi_view_model import MultiViewModel
-from fastsuncet.training.step import StepMethod, build, build_optimizer, in_float32, train_step
-from tests.support.methods import METHODS, dense, small
+from fastsuncet.training.step import build, in_float32, train_step
+from tests.support.methods import METHODS, small
 from tests.support.runs import assert_equal_to_the_bit
 from tests.support.steps import CPU, S, batch_of
 
@@ -64,36 +57,3 @@ def test_first_passes_of_ddp_have_the_shape_of_a_step_where_it_compiles(tmp_path
     build(config, Place(0, 2, CPU), 10, range(1, 11), sizes)
     assert sizes.local_unlabeled > 2 < sizes.local_labeled
     assert shapes == [[sizes.local_unlabeled] * 2 + [sizes.local_labeled] if compiled else [2, 2, 2]]
-
-
-def test_step_of_paws_is_the_authors_update(tmp_path):
-    """Network, loss, LARS and schedule over three updates, in float64, against their rule as it is written."""
-    settings = ["lr_in_momentum=true", "exclude_bias_and_norm=true"]
-    settings += ["start_lr=0.1", "lr=0.8", "final_lr=0.01"]
-    options = ("paws.prior=uniform", *(f"optimization.{setting}" for setting in settings))
-    config = small(tmp_path, "PAWS", *options)
-    m, o = config.model, config.optimization
-    model = build_model(m.name, m.stem, *m.head, predicts=True).double()
-    theirs, buffers = copy.deepcopy(model), {}
-    method = StepMethod(config, model, CPU)
-    optimizer = build_optimizer(o, model, torch.zeros((), dtype=torch.float64))
-    batch = batch_of(config, S)
-    batch = replace(batch, views=tuple(view.double() for view in batch.views), labeled=batch.labeled.double())
-    steps, warmup = 5, 2
-    for step in range(3):
-        rate = warmup_cosine(step, steps=steps, warmup_steps=warmup, start_lr=0.1, lr=0.8, final_lr=0.01)
-        loss, _, *_ = train_step(MultiViewModel(model), optimizer, batch, rate, method)
-
-        expected, _ = dense(config, MultiViewModel(theirs), batch.views, batch.labeled, batch.labels)
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=0)
-        progress = (step - warmup) / (steps - warmup)
-        lr = 0.1 + 0.35 * step if step < warmup else 0.01 + 0.79 * 0.5 * (1 + math.cos(math.pi * progress))
-        parameters = dict(theirs.named_parameters())
-        gradients = torch.autograd.grad(expected, parameters.values())
-        for (name, p), gradient in zip(parameters.items(), gradients):
-            if p.ndim > 1:  # weights of convolutions and linear layers
-                adaptive = 0.001 * p.norm() / (gradient.norm() + 1e-6 * p.norm() + 1e-8)
-                gradient = (gradient + 1e-6 * p) * adaptive
-            buffers[name] = 0.9 * buffers.get(name, 0) - lr * gradient.detach()
-            p.data += buffers[name].detach()
-    torch.testing.assert_close(model.state_dict(), theirs.state_dict(), rtol=1e-9, atol=1e-9)

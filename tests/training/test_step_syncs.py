@@ -48,20 +48,12 @@ def counted(
 
 
 # test_fake_cuda.py has every method: a fake tensor has no value to wait for.
+@pytest.mark.parametrize("labeled", [S, 0])  # with supervision and after the switch-off
 @pytest.mark.parametrize(
-    ("method", "labeled", "precision"),
-    [
-        ("PAWS", S, "fp32"),
-        ("SwAV + SuNCEt in pieces", S, "fp16"),
-        ("SimCLR + SuNCEt", 0, "fp32"),  # after the switch-off
-        ("SimCLR + SuNCEt", S, "bf16"),
-    ],
+    "words", [("meta.precision=bf16",), ("meta.precision=fp16", "criterion.micro_batch=20")]
 )
-def test_step_does_not_wait(tmp_path, method, labeled, precision):
-    method, in_pieces, _ = method.partition(" in pieces")
-    pieces = ["criterion.micro_batch=20"] if in_pieces else []
-    config = small(tmp_path, method, f"meta.precision={precision}", *pieces)
-    assert counted(config, labeled).waits == 0
+def test_step_does_not_wait(tmp_path, labeled, words):
+    assert counted(small(tmp_path, "SwAV + SuNCEt", *words), labeled).waits == 0
 
 
 def waits_on_a_rank(rank: int, world_size: int, folder) -> int:
