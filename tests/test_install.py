@@ -1,4 +1,4 @@
-"""The wheel is complete: from an empty folder its command lists, plans and trains with what was installed."""
+"""The command line as a process, in a folder with packages of our names, and from a wheel, which is complete."""
 
 import os
 import shutil
@@ -11,10 +11,11 @@ import pytest
 from PIL import Image
 
 from fastsuncet.config.shipped import shipped
+from fastsuncet.paths import cli_command
+from tests.support.scripts import shadow
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "configs", "fastsuncet", "pipelines")
-pytestmark = pytest.mark.slow
 
 
 def succeed(*words: str, folder: Path, **environment: str) -> str:
@@ -42,6 +43,7 @@ def install(folder: Path) -> Path:
     return folder / "installed"
 
 
+@pytest.mark.slow
 def test_wheel_lists_plans_trains_exports_and_embeds(tmp_path):
     wheel, folder = install(tmp_path / "wheel"), tmp_path / "empty"
     (folder / "photos").mkdir(parents=True)
@@ -68,3 +70,40 @@ def test_wheel_lists_plans_trains_exports_and_embeds(tmp_path):
     assert {"demo_seed0.json", "demo_seed0.png", "views.png"} <= made
     with np.load(folder / "photos.npz") as found:
         assert found["files"].tolist() == ["a.png", "b.png"] and np.isfinite(found["features"]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "names", "pythonpath"),
+    [
+        (cli_command(), ("fastsuncet", "pipelines", "yaml.py"), None),
+        (cli_command(), ("fastsuncet", "pipelines"), f"{os.pathsep}{ROOT}"),  # an empty entry is the folder
+        ([sys.executable, "-m", "fastsuncet"], ("pipelines", "yaml.py"), str(ROOT)),
+    ],
+    ids=["child", "child, folder in PYTHONPATH", "-m"],
+)
+def test_main_imports_nothing_from_the_working_directory_in_any_locale(tmp_path, command, names, pythonpath):
+    shadow(tmp_path, *names)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    if pythonpath is not None:
+        environment["PYTHONPATH"] = pythonpath
+    name = "abs\xe9nt.yaml".encode()
+    words = [*command, "train", name]  # the code that is imported before this refusal is enough
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True)
+    assert done.returncode == 2, done.stderr
+    assert name in done.stderr  # a locale that is not UTF-8 makes no difference
+
+
+@pytest.mark.parametrize(
+    ("given", "rounds"),
+    [({}, "10000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000")],
+    ids=["default", "as set"],
+)
+def test_threads_of_torch_give_way_unless_the_environment_says_how_they_wait(given, rounds):
+    """OMP_DISPLAY_ENV prints what torch's OpenMP has read, so the setting was there before torch was loaded."""
+    environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE", **given}
+    words = [*cli_command(), "embed", "nowhere", ".", "--output", "rows.npz"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and f"GOMP_SPINCOUNT = '{rounds}'" in done.stderr
