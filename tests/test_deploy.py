@@ -184,15 +184,12 @@ def test_training_like_in_a_container_saves_as_process_1_on_sigterm():
     except FileNotFoundError:
         pytest.skip("no unshare command here")
     if done.returncode:
-        pytest.skip(
-            f"no such namespaces, or another user cannot read python or the code: {done.stderr[-200:]}"
-        )
+        pytest.skip(f"no such namespaces, or another user cannot read the code: {done.stderr[-200:]}")
     words = ["train", "digits_demo", "logging.log_every=1", "data.view_operator=false"]
     command = [*spaces, sys.executable, "-m", "fastsuncet", *words]
     output = []
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as shell:
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env=environment, **both) as shell:
         for line in shell.stdout:
             output.append(line.decode())
             if b" step=3/" in line:
@@ -298,7 +295,6 @@ def test_apex_is_not_installed_and_only_its_kernels_are_imported():
     for name in ("pyproject.toml", "constraints.txt", "Dockerfile", "tools/docker_install.sh", "Makefile"):
         assert not re.search(r"\binstall\b.*\bapex\b|^\s*\"?apex\b", (ROOT / name).read_text(), re.M), name
     for path in [*(ROOT / "fastsuncet").rglob("*.py"), *(ROOT / "pipelines").rglob("*.py")]:
-        loads = re.findall(
-            r"^ *(?:import|from) apex|import_module\(\"(?:apex|amp_C)[^)]*", path.read_text(), re.M
-        )
+        code = path.read_text()
+        loads = re.findall(r"^ *(?:import|from) apex|import_module\(\"(?:apex|amp_C)[^)]*", code, re.M)
         assert loads == (['import_module("amp_C"'] if path.name == "lars_apex.py" else []), path

@@ -1,7 +1,6 @@
 """Imports only go down: a folder knows nothing of the folders that are built on it."""
 
 import ast
-import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -53,11 +52,8 @@ def imports(path: Path) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("fastsuncet", "pipelines", "tools", "tests")}
 
 
-SOURCES = {
-    module_name(path): path
-    for package in ("pipelines", "fastsuncet")
-    for path in (ROOT / package).rglob("*.py")
-}
+FILES = [*(ROOT / "pipelines").rglob("*.py"), *(ROOT / "fastsuncet").rglob("*.py")]
+SOURCES = {module_name(path): path for path in FILES}
 
 
 def test_imports_go_down():
@@ -85,11 +81,3 @@ def test_imports_of_modules_have_no_circle():
 
 def test_imports_every_row_names_a_folder_that_exists():
     assert {folder_of(module) for module in SOURCES} == set(FLOOR)
-
-
-def test_no_test_module_imports_another():
-    """What several need is in `tests.support`, and `tools` needs nothing of the tests."""
-    for path in (ROOT / "tests").rglob("*.py"):
-        assert not re.search(r"^\s*from tests\.(\w+\.)*test_", path.read_text(encoding="utf-8"), re.M), path
-    for path in (ROOT / "tools").rglob("*.py"):
-        assert not re.search(r"^\s*(from|import) tests\b", path.read_text(encoding="utf-8"), re.M), path

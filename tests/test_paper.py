@@ -22,9 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "configs" / "paper"
 SHIPPED = sorted(path.stem for path in FOLDER.parent.glob("*.yaml"))
 FILES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-SWEEPS = [
-    f"paper/{name}" for name in FILES if re.search(r"^commands:", (FOLDER / f"{name}.yaml").read_text(), re.M)
-]
+SWEEPS = [f"paper/{name}" for name in FILES if "\ncommands:" in (FOLDER / f"{name}.yaml").read_text()]
 DOCUMENT = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 TABLE = [line for line in DOCUMENT.splitlines() if re.match(r"\| (\d+|all) \|", line)]
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE]
@@ -93,9 +91,8 @@ def job_cost(job: Job) -> float:
     c = job.config
 
     def supervised(size: int, classes: int, views: int) -> float:
-        return petaflops(
-            views * classifier_macs(c.model.name, c.model.stem, size, WIDTHS[c.model.name], classes)
-        )
+        m = c.model
+        return petaflops(views * classifier_macs(m.name, m.stem, size, WIDTHS[m.name], classes))
 
     if job.command == "train":
         return petaflops(run_macs(c, sizes_of(c)))
@@ -165,13 +162,13 @@ def test_document_states_the_assumption_of_the_hours():
 def started(monkeypatch):
     """Replace what would touch data; return the names of the commands that were reached."""
     reached: list[str] = []
-    for function in (
+    for function in [
         "train.run",
         "finetune.finetune",
         "transfer.transfer",
         "evaluate.evaluate",
         "report.report",
-    ):
+    ]:
         name = function.split(".")[0]
         fake = functools.partial(lambda name, *arguments, **options: reached.append(name) or 0, name)
         monkeypatch.setattr(f"fastsuncet.commands.{function}", fake)

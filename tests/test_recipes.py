@@ -43,18 +43,6 @@ def test_negative_plus_view_is_white(backend):
     (view,), (negative,) = (opened(unlabeled(digits(), augmentations=a), backend)(0) for a in given)
     torch.testing.assert_close(view + negative, torch.ones_like(view))
 """
-TRAIN_TEST = """
-from fastsuncet.cli import main
-
-
-def test_toys_train(tmp_path, capsys):
-    toys = ["criterion.supervision=toy", "model.name=toy", "data.augmentation.negative=0.5"]
-    changes = ["optimization.steps=2", "optimization.warmup=0", "evaluation.knn_every_epochs=null"]
-    words = [*toys, *changes, "logging.log_every=1", f"logging.folder={tmp_path}"]
-    assert main(["train", "digits_demo", *words]) == 0
-    shown = capsys.readouterr().out
-    assert "SimCLR + Toy" in shown and "toy=" in shown
-"""
 COMMAND = '"""Print a toy."""\n\n\ndef run(parser, options):\n    print("a toy")\n'
 TERM = '    "toy": Term("Toy", partial(contrast_labels, "toy")),\n'
 DRAW = 'uniform(seed, f"{role} negative", (first_row, 0, 0, step), 4 * len(sizes))[::4]'
@@ -68,10 +56,7 @@ RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "augmentation": {
         "pipelines/sampling/augmentation.py": [
-            (
-                "    mean: Mean = ",
-                '    negative: Probability = setting(0.0, "probability of a negative")\n',
-            ),
+            ("    mean: Mean = ", '    negative: Probability = setting(0.0, "probability of a negative")\n'),
             ("jitter=0.0, gray=0.0", "negative=0.0, "),
             ("    sigma: np.ndarray  #", "    negative: np.ndarray\n"),
             ("        gray=gray <", f"        negative={DRAW} < augmentation.negative,\n"),
@@ -93,10 +78,7 @@ RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
             ),
         ],
         "pipelines/torchvision_engine.py": [
-            (
-                "    return image\n",
-                "    if view.negative[row]:\n        image = F.invert(image)\n",
-            )
+            ("    return image\n", "    if view.negative[row]:\n        image = F.invert(image)\n")
         ],
         "tests/pipelines/test_negative.py": [("", NEGATIVE_TEST)],
     },
@@ -128,7 +110,6 @@ def copy(tmp_path_factory) -> Path:
     for part in ("fastsuncet", "pipelines", "tests", "configs", "tools"):
         shutil.copytree(ROOT / part, folder / part)  # with what is compiled
     shutil.copy(ROOT / "pyproject.toml", folder)
-    (folder / "tests" / "test_toys.py").write_text(TRAIN_TEST)
     for file, edits in (each for recipe in RECIPES.values() for each in recipe.items()):
         path = folder / file
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -160,12 +141,11 @@ def test_recipes_sub_command_runs(copy):
 @pytest.mark.slow
 def test_recipes_loss_augmentation_and_network_agree_and_train(copy):
     draws = "tests/pipelines/sampling/test_augmentation.py"  # its rows, also where ranks cut the batch
-    tests = (
-        "tests/training/test_methods.py",
-        "tests/pipelines/test_negative.py",
-        draws,
-        "tests/test_toys.py",
-    )
-    named = "every_loss_of_the_schema or Toy and papers or negative or ranks_joined or toys"
+    tests = ("tests/training/test_methods.py", "tests/pipelines/test_negative.py", draws)
+    named = "every_loss_of_the_schema or Toy and papers or negative or ranks_joined"
     run_tests = run(copy, "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", named)
-    assert len(run_tests.split()[0]) == 6
+    assert len(run_tests.split()[0]) == 5
+    toys = ["criterion.supervision=toy", "model.name=toy", "data.augmentation.negative=0.5"]
+    toys += ["optimization.steps=2", "optimization.warmup=0", "evaluation.knn_every_epochs=null"]
+    shown = run(copy, "fastsuncet", "train", "digits_demo", *toys, "logging.log_every=1")
+    assert "SimCLR + Toy" in shown and "toy=" in shown

@@ -43,9 +43,7 @@ def exists(name: str) -> bool:
 
 
 def test_torch_has_every_name_that_the_sources_use():
-    paths = [
-        path for folder in ("fastsuncet", "pipelines", "tools") for path in (ROOT / folder).rglob("*.py")
-    ]
+    paths = [path for part in ("fastsuncet", "pipelines", "tools") for path in (ROOT / part).rglob("*.py")]
     used = set().union(*(names_of(path.read_text(encoding="utf-8")) for path in paths))
     assert {"torch.cuda.CUDAGraph", "torch.cuda.get_device_properties"} < used
     # It needs a package that can be absent.

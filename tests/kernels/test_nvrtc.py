@@ -20,9 +20,8 @@ OPTIONS = {
 }
 LARS = OPTIONS["lars.cu"][0]
 CARDS = ((7, 5), (8, 0), (9, 0), (10, 0))  # one of each generation
-needs_nvrtc = pytest.mark.skipif(
-    cuda_compiler.unavailable() is not None, reason=f"no NVRTC: {cuda_compiler.unavailable()}"
-)
+MISSING = cuda_compiler.unavailable()
+needs_nvrtc = pytest.mark.skipif(MISSING is not None, reason=f"no NVRTC: {MISSING}")
 
 
 @pytest.fixture
@@ -36,10 +35,11 @@ def empty_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def fresh_bindings():
     """Forget which bindings and compiler were found, before and after."""
-    for function in (cuda_compiler.bindings, cuda_compiler.version):
+    found = (cuda_compiler.bindings, cuda_compiler.version)
+    for function in found:
         function.cache_clear()
     yield
-    for function in (cuda_compiler.bindings, cuda_compiler.version):
+    for function in found:
         function.cache_clear()
 
 
@@ -131,13 +131,11 @@ def test_unavailable_without_bindings_names_the_package(monkeypatch, fresh_bindi
     assert "pip install 'cuda-bindings>=12.8'" in reason and "cuda.bindings.nvrtc" in reason
 
 
-def test_unavailable_without_the_library_gives_the_bindings_reason(monkeypatch):
+def test_unavailable_without_the_library_gives_the_bindings_reason(monkeypatch, fresh_bindings):
     def not_found():
         raise RuntimeError("Failure finding libnvrtc.so")
 
     monkeypatch.setattr(cuda_compiler, "bindings", lambda name: SimpleNamespace(nvrtcVersion=not_found))
-    cuda_compiler.version.cache_clear()
     assert cuda_compiler.unavailable() == "NVRTC: Failure finding libnvrtc.so"
     with pytest.raises(KernelError, match="finding libnvrtc"):
         cuda_compiler.architecture(9, 0)
-    cuda_compiler.version.cache_clear()

@@ -72,10 +72,8 @@ def test_every_kernel_agrees_with_its_twin_on_a_runs_own_shapes(config):
 def test_batchnorm_over_ranks_by_kernels_is_that_by_operators_without_a_sync(dtype, monkeypatch):
     generator = torch.Generator(GPU).manual_seed(0)
     # A gradient of its own: that by x itself is zero but for its rounding.
-    x, d_y = (
-        torch.randn(32, 56, 56, 64, device=GPU, dtype=dtype, generator=generator).movedim(-1, 1)
-        for _ in range(2)
-    )
+    rows = torch.randn(2, 32, 56, 56, 64, device=GPU, dtype=dtype, generator=generator)
+    x, d_y = rows.movedim(-1, 2)
     for module in (sync_batchnorm, norm_kernel):
         monkeypatch.setattr(module, "world_size", lambda: 2)
     results = []
@@ -172,9 +170,8 @@ def test_losses_by_the_kernel_are_the_dense_equations(rows):
         z_on_card = z.to(GPU)
         with waiting_raises():
             again = gradient(loss, z_on_card, *on_card, temperature=0.1)
-        true_value, true_slope = gradient(
-            getattr(dense_losses, loss.__name__), z.double(), *arguments, temperature=0.1
-        )
+        dense = getattr(dense_losses, loss.__name__)
+        true_value, true_slope = gradient(dense, z.double(), *arguments, temperature=0.1)
         assert value.item() == pytest.approx(true_value.item(), rel=1e-5)
         assert (slope.cpu().double() - true_slope).norm() < 1e-5 * true_slope.norm()
         assert torch.equal(value, again[0]) and torch.equal(slope, again[1])

@@ -89,6 +89,7 @@ def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled,
 def dense(config: Config, network: MultiViewModel, views, labeled, labels) -> torch.Tensor:
     """Return the two losses as the paper writes them, dense, by autograd, from one pass per resolution."""
     model, c = network.model, config.criterion
+    assert c.temperature == TAU
     h = model.encoder(torch.cat([*views[:2], labeled]))
     large = sum(map(len, views[:2]))
     small = [model.encoder(torch.cat(views[2:]))] if views[2:] else []

@@ -287,14 +287,14 @@ def test_replayed_run_on_a_gpu_is_the_plain_run_to_the_bit(tmp_path, capfd, prec
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn, which is not here")
     common = ("criterion.supervised_epochs=2", "optimization.steps=16", "meta.device=cuda")
     options = (*common, f"meta.precision={precision}")
-    configs = [
-        small_config(tmp_path / graph, *options, f"meta.cuda_graph={graph}") for graph in ("false", "true")
-    ]
-    for config in configs:
+    states = []
+    for graph in ("false", "true"):
+        config = small_config(tmp_path / graph, *options, f"meta.cuda_graph={graph}")
         with as_rank(config) as place:
             train_command(config, place)
+        states.append(final_state(config))
     assert "training without a graph" not in capfd.readouterr().out
-    assert_equal_to_the_bit(final_state(configs[1]), final_state(configs[0]))
+    assert_equal_to_the_bit(*states)
 
 
 @pytest.mark.gpu

@@ -72,18 +72,15 @@ AUTHORS = {
 )
 def test_initial_weights_fill_the_heads_of_paws(tmp_path, of, batchnorm):
     words = [*PAWS, *PAWS_HEADS, "swav.small_size=8", "model.hidden=24", "model.output=8"]
-    words += [
-        "model.init_heads=true",
-        f"model.init={tmp_path / 'w.pth'}",
-        f"model.head_batchnorm={batchnorm}".lower(),
-    ]
+    words += ["model.init_heads=true", f"model.init={tmp_path / 'w.pth'}"]
+    words += [f"model.head_batchnorm={batchnorm}".lower()]
     theirs = build_model("resnet_tiny", "imagenet", 24, 8, batchnorm, 3, True, seed=5).state_dict()
     found = theirs
     if of == "the authors":  # paws_imgnt_300ep.pth.tar
-        named = {
-            next(key.replace(a, b, 1) for a, b in AUTHORS.items() if key.startswith(a)): x
-            for key, x in theirs.items()
-        }
+        named = {}
+        for key, x in theirs.items():
+            ours = next(prefix for prefix in AUTHORS if key.startswith(prefix))
+            named[key.replace(ours, AUTHORS[ours], 1)] = x
         some = {"fc.fc3.bias", "fc.bn2.running_var", "pred.fc2.weight", "layer1.0.conv1.weight"}
         assert some <= named.keys()
         found = {"encoder": {f"module.{key}": x for key, x in named.items()}, "epoch": 300}

@@ -94,12 +94,8 @@ class Runs:
         self.seconds = table[0, SECONDS:] / table[0, ENTRIES:SECONDS]  # of one entry of each phase
 
     def overrides(self, name: str) -> list[str]:
-        return [
-            *RUN,
-            f"data.root={self.top}/data",
-            f"logging.folder={self.top}/{name}",
-            f"data.index={self.top}/index",
-        ]
+        top = self.top
+        return [*RUN, f"data.root={top}/data", f"logging.folder={top}/{name}", f"data.index={top}/index"]
 
     def state(self, name: str) -> tuple:
         """Return what a run that ended has left: its state, and the tensors of its export."""

@@ -219,17 +219,15 @@ def on_two_ranks(rank: int, world_size: int, folder: str) -> dict:
     same = [stopped_and_straight(folder, name, *stop) for name, stop in KINDS.items()]
     for name, (overrides, _) in SIZES.items():
         train(tiny_config(Path(folder, name), *overrides), stop_at=2)
-    of_one = {
-        name: tiny_config(Path(folder, "of one", name), *SIZES[name][0]) for name in ("global", "per_rank")
-    }
+    of_one = Path(folder, "of one")
     with pytest.raises(CheckpointError, match=r"processes \(2 instead of 1\) this is another run"):
-        train(of_one["per_rank"])
+        train(tiny_config(of_one / "per_rank", *SIZES["per_rank"][0]))
     straight, stopped = (tiny_config(Path(folder, "knn", part), *EVALUATED) for part in PARTS)
     train(straight)
     return {
         "same": same,
         "evaluation": stopped_in_an_evaluation(stopped, rank, last=1),
-        "of one": sorted(train(of_one["global"])),
+        "of one": sorted(train(tiny_config(of_one / "global"))),
     }
 
 

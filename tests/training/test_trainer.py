@@ -64,9 +64,8 @@ def test_training_lowers_both_losses_and_raises_knn_accuracy(tmp_path, capfd):
 
 def test_encoder_that_collapses_is_reported(tmp_path, monkeypatch, capfd):
     """A real run whose loss draws all images to one point, and has nothing that pushes them apart."""
-    monkeypatch.setattr(
-        "fastsuncet.losses.nt_xent.nt_xent", lambda z, *_, **__: 1 - F.normalize(z)[:, 0].mean()
-    )
+    to_a_point = lambda z, *_, **__: 1 - F.normalize(z)[:, 0].mean()  # noqa: E731
+    monkeypatch.setattr("fastsuncet.losses.nt_xent.nt_xent", to_a_point)
     fast = ("optimization.lr=10", "optimization.steps=20", "optimization.warmup=0")
     train(config := tiny_config(tmp_path, EVALUATED, *fast, "criterion.supervised_epochs=0"))
     evaluated = metrics(config.run_folder, "knn")[-1]
@@ -145,9 +144,7 @@ def test_loss_or_weight_not_finite_is_named_with_its_images_and_never_saved(case
     if message.startswith("suncet"):
         with join("cpu") as place:
             images = open_images(config, place, validation=False)
-        named = {
-            line.strip() for line in str(error.value).splitlines() if line.startswith("  synthetic train/")
-        }
+        named = set(re.findall("^  (synthetic train/.*)", str(error.value), re.M))
         assert named and named <= {images.train.name(int(i)) for i in images.split.indices}
     assert json.loads((config.run_folder / "status.json").read_text())["state"] == "failed"
     checkpoints = config.run_folder / "checkpoints"

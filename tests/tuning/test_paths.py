@@ -48,9 +48,8 @@ def used(found: paths.Paths) -> list[str]:
 def test_paths_table_is_that_of_the_docs():
     page = (Path(__file__).parents[2] / "docs" / "speed.md").read_text()
     rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+?) \| (.*?) \|$", page, re.M)
-    assert rows == [
-        (name, path.what, path.twin, f"`{path.key}`" if path.key else "") for name, path in PATHS.items()
-    ]
+    keys = [f"`{path.key}`" if path.key else "" for path in PATHS.values()]
+    assert rows == [(name, path.what, path.twin, key) for (name, path), key in zip(PATHS.items(), keys)]
 
 
 @pytest.mark.parametrize(
@@ -269,11 +268,8 @@ def test_paper_starts_processes_on_its_first_start_only(monkeypatch, tmp_path, c
 # ------------------------------------------------------------------------------------------------------ the ranks
 # The cards of two ranks: lars.cu is slow on card "b", and on card "c" there is no compiler. How many tries each rank
 # makes, and why lars.cu is off on both.
-CARDS = {
-    "aa": ([1, 0], None),
-    "ab": ([1, 1], f"rank 1: {SLOW.reason}"),
-    "ac": ([1, 0], "rank 1: no NVRTC"),
-}
+BY_COMPILER = "rank 1: no NVRTC"
+CARDS = {"aa": ([1, 0], None), "ab": ([1, 1], f"rank 1: {SLOW.reason}"), "ac": ([1, 0], BY_COMPILER)}
 
 
 def choose_on_a_rank(rank, world_size, folder):
