@@ -1,5 +1,9 @@
-"""NT-Xent, SuNCEt and L_sup_out are the paper's equations: dense float64 autograd, the authors' numbers, edge cases."""
+"""NT-Xent, SuNCEt and L_sup_out are the paper's equations: dense float64 autograd, the authors' numbers, edge cases.
 
+Their memory grows with the batch, not with its square.
+"""
+
+import gc
 import itertools
 import math
 from contextlib import ExitStack, contextmanager
@@ -19,6 +23,7 @@ from tests.support import dense_losses
 from tests.support.dense_losses import gradient, labeled_batch
 from tests.support.host_kernels import on_the_host
 from tests.support.vectors import load_vectors
+from tools.bench.dispatch_counter import Counter
 
 F32, F64 = torch.float32, torch.float64
 LABELED = ("suncet", "sup_con")
@@ -289,3 +294,38 @@ def test_kernels_proof_fails_when_kernel_and_twin_differ(monkeypatch):
         contrast_kernel.prove(here, contrast.row_pass)
         with pytest.raises(KernelError, match="contrastive"):
             contrast_kernel.prove(here, lambda ids, every: contrast.row_pass(ids, not every))
+
+
+def call(loss, rows: int) -> tuple:
+    z = torch.randn(rows, 128, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    return (z, 0.1) if loss is nt_xent else (z, torch.arange(rows) % (rows // 8), 0.1)
+
+
+def live_bytes(loss, rows: int) -> Counter:
+    arguments = call(loss, rows)
+    gc.collect()
+    with Counter() as live:
+        loss(*arguments).backward()
+    return live
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [suncet, nt_xent, sup_con])
+def test_memory_grows_linearly_and_holds_no_matrix_of_all_pairs(loss):
+    assert live_bytes(dense_losses.suncet, 1024).largest == 1024**2  # the counter would see it
+    live = {rows: live_bytes(loss, rows) for rows in (512, 1024, 2048)}
+    peaks = {rows: each.peak for rows, each in live.items()}
+    assert peaks[2048] < 20e6 and live[2048].largest <= 256 * 2048, peaks
+    growth = [math.log2(peaks[2 * rows] / peaks[rows]) for rows in (512, 1024)]
+    assert max(growth) < 1.05, peaks  # 1 is linear, 2 is the dense matrix
+
+
+def test_memory_is_freed_after_backward():
+    z, *arguments = call(suncet, 1024)
+    with Counter() as live:
+        loss = suncet(z, *arguments)
+        # Both gradients and what the normalization saved: no chunk outlives the sweep.
+        assert live.now < 5 * z.nbytes
+        loss.backward()
+        del loss
+    assert live.now == z.grad.nbytes

@@ -1,10 +1,12 @@
 """What holds for every loss: float32 under autocast and of 16 bits, the same bits again, and inputs left alone.
 
-Cross-entropy is so small that all of its tests are here.
+Calls that cannot be computed are refused; each message begins with the loss and names what it was given. Cross-entropy
+is so small that all of its tests are here.
 """
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,3 +84,71 @@ def test_cross_entropy_is_torchs_mean():
 def test_cross_entropy_does_not_ignore_a_class_number():
     with pytest.raises(IndexError):
         cross_entropy(torch.zeros(4, 3), torch.full((4,), -100))
+
+
+# Of calls that are refused.
+Z, Y, S = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64), torch.zeros(8, 3)
+
+
+def wrong_paws(anchors=S, supports=Z, labels=Y, targets=S, target_supports=Z, views=2, **settings):
+    return lambda: paws(anchors, supports, labels, targets, target_supports, views=views, **settings)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: nt_xent(torch.zeros(5, 3), 0.1), r"nt_xent: .*first views of B images.*it has 5 rows"),
+        (lambda: nt_xent(torch.zeros(2, 2, 3), 0.1), r"nt_xent: z must be \(rows, width\).*\(2, 2, 3\)"),
+        (lambda: nt_xent(Z, 0.1, keys="on"), r"keys must be one of \('attached', 'detached'\), not 'on'"),
+        (lambda: nt_xent(Z, 0.1, chunk_size=0), r"nt_xent: chunk_size must be an integer .* least 1, not 0"),
+        (lambda: sup_con(Z, Y, 0.1, chunk_size=1.5), r"sup_con: chunk_size must be an integer .* not 1.5"),
+        (lambda: nt_xent(np.zeros((4, 3)), 0.1), r"nt_xent: z must be .* a tensor .* not ndarray"),
+        (lambda: suncet(Z, Y.numpy(), 0.1), r"suncet: labels must be .* a tensor \(4,\), not ndarray"),
+        (lambda: suncet(torch.zeros(4, 3).long(), Y, 0.1), r"suncet: z must be .*floating.*torch.int64"),
+        (lambda: suncet(Z, Y[:3], 0.1), r"suncet: labels must be one integer per row, .* not \(3,\)"),
+        (lambda: suncet(Z, Y[:, None], 0.1), r"suncet: labels must be .* a tensor \(4,\), not \(4, 1\)"),
+        (lambda: suncet(Z, Y.bool(), 0.1), r"suncet: labels must be integers, not torch.bool"),
+        (lambda: suncet(Z, Y.to("meta"), 0.1), r"suncet: labels are on meta, the rows on cpu"),
+        (
+            lambda: suncet(Z, Y, 0.1, average="all"),
+            r"average must be one of \('sample', 'class'\), not 'all'",
+        ),
+        (lambda: sup_con(Z, Y.float(), 0.1), r"sup_con: labels must be integers.*float32; use .long\(\)"),
+        (lambda: cross_entropy(Z[0], Y), r"cross_entropy: logits must be \(rows, classes\)"),
+        (lambda: cross_entropy(Z, Y.float()), r"cross_entropy: labels must be integers"),
+        (lambda: swav(S[0], 0.1, crops=4), r"swav: scores must be \(crops x images, prototypes\)"),
+        (lambda: swav(S.long(), 0.1, crops=4), r"swav: .* not \(8, 3\) of torch.int64"),
+        (lambda: swav(S[:, :0], 0.1, crops=4), r"swav: scores must have at least one prototype, .*\(8, 0\)"),
+        (lambda: swav(torch.zeros(9, 3), 0.1, crops=4), r"swav: .*9 rows are not a multiple of 4"),
+        (lambda: swav(S, 0.1, crops=1), "swav: crops must be an integer of at least 2"),
+        (lambda: swav(S, 0.1, crops=4, epsilon=math.nan), "swav: epsilon must be a plain number above 0"),
+        (lambda: swav(S, 0.1, crops=4, iterations=0), "swav: iterations must be an integer of at least 1"),
+        (lambda: swav(S, 0.0, crops=4), "swav: temperature must be a plain number above 0"),
+        (wrong_paws(targets=S[0]), r"paws: targets must be \(rows, width\)"),
+        (wrong_paws(labels=Y[:3]), r"paws: labels must be one integer per row, a tensor \(4,\), not \(3,\)"),
+        (wrong_paws(views=1), "paws: views must be an integer of at least 2"),
+        (wrong_paws(anchors=torch.zeros(9, 3)), "paws: anchors must hold 2 views .* 9 and 8 rows"),
+        (wrong_paws(views=4), "paws: anchors must hold 4 views .* and targets two; they have 8 and 8 rows"),
+        (wrong_paws(target_supports=Z[:3]), r"paws: supports and target_supports .*\(4, 3\) and \(3, 3\)"),
+        (wrong_paws(Z, Z[:0], Y[:0], Z, Z[:0]), "paws: supports .* at least one"),
+        (wrong_paws(sharpen=0.0), "paws: sharpen must be a plain number above 0"),
+        (wrong_paws(sharpen=1.5), "paws: sharpen must be at most 1, not 1.5"),
+        (wrong_paws(targets=S.double()), r"paws: targets must have .* of anchors, \(8, 3\) .*float64"),
+        (wrong_paws(targets=S.to("meta")), r"paws: targets must have .* device .* on cpu.* on meta"),
+        (wrong_paws(supports=Z[:, :2]), r"paws: supports must have the width .* not \(4, 2\)"),
+        (wrong_paws(smoothing=1.0), "paws: smoothing must be from 0 to below 1, not 1.0"),
+        (wrong_paws(smoothing=0.0, temperature=0.02), "paws: without smoothing, temperature must be at"),
+        (wrong_paws(prior=torch.ones(3)), r"paws: prior must be one share .* a tensor \(4,\), not \(3,\)"),
+        (wrong_paws(classes="5"), "paws: classes must be an integer of at least 1, not '5'"),
+        (wrong_paws(prior=[1] * 4), "paws: prior must be .* not list"),
+    ],
+)
+def test_checks_refuse_a_wrong_call(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("temperature", [0, -0.1, math.nan, math.inf, "0.1", None, torch.tensor(0.1)])
+def test_checks_refuse_a_wrong_temperature(temperature):
+    with pytest.raises(ValueError, match=r"suncet: temperature must be a plain number above 0.*0\.5 for"):
+        suncet(Z, Y, temperature)
