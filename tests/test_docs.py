@@ -64,6 +64,12 @@ def test_picture_of_the_road_names_files_that_exist():
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
+def test_contributing_answers_each_question_by_five_files():
+    table = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Where to read")[1].split("## ")[0]
+    rows = [line for line in table.splitlines() if ".py`" in line]
+    assert len(rows) >= 6 and all(row.count(".py`") <= 5 for row in rows)
+
+
 def test_readme_tree_names_every_folder():
     tree = README.split("## Where things are")[1].split("```")[1]
     named = set(re.findall(r"(\w+)/", tree))

@@ -1,6 +1,7 @@
 """Imports only go down: a folder knows nothing of the folders that are built on it."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -81,3 +82,13 @@ def test_imports_of_modules_have_no_circle():
 
 def test_imports_every_row_names_a_folder_that_exists():
     assert {folder_of(module) for module in SOURCES} == set(FLOOR)
+
+
+def test_no_test_module_imports_another():
+    """What several need is in `tests.support`, and `tools` needs nothing of the tests."""
+    for folder, wrong in (
+        ("tests", r"^\s*from tests\.(\w+\.)*test_"),
+        ("tools", r"^\s*(from|import) tests\b"),
+    ):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not re.search(wrong, path.read_text(encoding="utf-8"), re.M), path
