@@ -62,19 +62,8 @@ def test_cost_of_an_update_is_torchs_count(config, overrides, ranks, images):
 
 
 @pytest.mark.slow
-def test_cost_in_the_metrics_is_that_of_all_updates_across_a_stop(tmp_path):
-    config = small_config(tmp_path, "criterion.supervised_epochs=1")
-    train(config, stop_at=5)
-    train(config)
-    arithmetic = config.resolve(1, 1442)
-    last = json.loads((config.run_folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["petaflops"] == FLOP_PER_MAC * run_macs(config, arithmetic) / 1e15
-    assert last["views"] == 4 * arithmetic.update_views(True) + 6 * arithmetic.update_views(False)
-
-
-@pytest.mark.slow
-def test_cost_leaves_out_the_seconds_of_evaluations(tmp_path, monkeypatch):
-    """k-NN searches all images for SimCLR and the labeled ones for SuNCEt: that is no cost of the method."""
+def test_cost_in_the_metrics_is_that_of_all_updates_across_a_stop(tmp_path, monkeypatch):
+    """Without evaluations: k-NN searches all images for SimCLR, and the labeled ones for SuNCEt."""
     later = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + later[0])
 
@@ -84,11 +73,15 @@ def test_cost_leaves_out_the_seconds_of_evaluations(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fastsuncet.metrics.cost.time", clock)
     monkeypatch.setattr("fastsuncet.evaluation.knn.online_knn", slow)
-    config = small_config(tmp_path, "evaluation.knn_every_epochs=1")
+    config = small_config(tmp_path, "criterion.supervised_epochs=1", "evaluation.knn_every_epochs=1")
+    train(config, stop_at=5)
     train(config)
-    records = [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
+    arithmetic = config.resolve(1, 1442)
+    last = json.loads((config.run_folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["petaflops"] == FLOP_PER_MAC * run_macs(config, arithmetic) / 1e15
+    assert last["views"] == 4 * arithmetic.update_views(True) + 6 * arithmetic.update_views(False)
     assert later[0] == 15_000  # two whole epochs, and the end
-    assert 0 < records[-1]["seconds"] < 5000
+    assert 0 < last["seconds"] < 5000
 
 
 CUDA = torch.device("cuda", 0)

@@ -63,17 +63,8 @@ def terminal(width: int, show, rows: int = 24) -> str:
 
 def test_progress_line_has_every_number_as_key_and_value():
     (line,) = lines(RECORD)
-    values = dict(re.findall(r"(\S+)=(\S+)", line))
-    assert values == {
-        "step": "120/600",
-        "nt_xent": "5.4322",
-        "suncet": "3.2000",
-        "lr": "0.48",
-        "views_per_second": "12345.6",
-        "data_wait": "3.1%",
-        "petaflops": "0.01235",
-        "left": "00:00",
-    }
+    losses, speed = "nt_xent=5.4322 suncet=3.2000", "views_per_second=12345.6 data_wait=3.1%"
+    assert line.split()[2:] == f"step=120/600 {losses} lr=0.48 {speed} petaflops=0.01235 left=00:00".split()
 
 
 def test_progress_lines_stay_in_columns():
@@ -168,12 +159,12 @@ def test_progress_bar_draws_no_older_line_after_a_newer_one(monkeypatch):
 @pytest.mark.parametrize(
     ("width", "rows", "name", "value"),
     [
-        *(
-            (120, 24, name, value)
-            for name, value in (("SLURM_JOB_ID", "7"), ("CI", "true"), ("TERM", "dumb"))
-        ),
+        (120, 24, "SLURM_JOB_ID", "7"),
+        (120, 24, "CI", "true"),
+        (120, 24, "TERM", "dumb"),
         # `docker run -t` can give a terminal without a size, on which tqdm draws nothing.
-        *((width, rows, "TERM", "xterm") for width, rows in ((0, 24), (80, 0))),
+        (0, 24, "TERM", "xterm"),
+        (80, 0, "TERM", "xterm"),
     ],
 )
 def test_progress_in_a_batch_job_or_without_a_size_is_lines(monkeypatch, width, rows, name, value):
@@ -182,20 +173,10 @@ def test_progress_in_a_batch_job_or_without_a_size_is_lines(monkeypatch, width, 
     assert " step=120/600 nt_xent=5.4322" in written
 
 
-def test_progress_lines_go_to_standard_output(capsys):
-    shown = ProgressBar(600, 0, LOSSES)
-    shown.update(RECORD)
-    shown.say("hello")
-    out, err = capsys.readouterr()
-    first, second = out.splitlines()
-    assert " step=120/600" in first and second.endswith(" hello") and err == ""
-
-
 def test_progress_is_printed_by_the_first_rank_only(tmp_path, capsys):
-    config = small_config(tmp_path)
     for rank in (0, 1, 2):
-        with RunLogger(
-            config, tmp_path, ("loss",), LOSSES, 10, 0, Place(rank, 3, torch.device("cpu"))
-        ) as logger:
+        place = Place(rank, 3, torch.device("cpu"))
+        with RunLogger(small_config(tmp_path), tmp_path, ("loss",), LOSSES, 10, 0, place) as logger:
             logger.say("suncet has plateaued")
-    assert capsys.readouterr().out.count("suncet has plateaued") == 1
+    out, err = capsys.readouterr()
+    assert out.count("suncet has plateaued") == 1 and err == ""
