@@ -85,17 +85,12 @@ def test_sums_and_broadcasts_agree_on_every_rank(results):
         assert result["any"] == [False, True]
 
 
-def test_json_values_of_different_lengths_reach_every_rank(results):
+def test_json_values_and_disagreements_reach_every_rank(results):
+    numbers = "rank 0: (7, 8), rank 1: (7, 8), rank 2: (7, 9)"
     for result in results:
         assert result["gathered_json"] == [{"rank": r, "text": "é" * r, "none": None} for r in range(WORLD)]
         assert result["broadcast_json"] == "by 0"
-
-
-def test_require_equal_names_every_ranks_numbers_on_every_rank(results):
-    for result in results:
-        assert result["disagreement"] == (
-            "the shape must be the same on every rank, but is rank 0: (7, 8), rank 1: (7, 8), rank 2: (7, 9)"
-        )
+        assert result["disagreement"] == f"the shape must be the same on every rank, but is {numbers}"
 
 
 def test_a_smaller_group_counts_its_own_ranks(results):
@@ -109,11 +104,6 @@ def test_stop_consensus_of_a_signal_to_one_rank_is_the_same_step_on_all(results)
     assert [result["stops"] for result in results] == [[False, False, True, True, True]] * WORLD
 
 
-def test_stop_consensus_of_a_single_process_answers_at_once():
-    consensus = StopConsensus()
-    assert [consensus.agree(False), consensus.agree(True)] == [False, True]
-
-
 def test_one_process_without_a_group_is_a_single_rank():
     x = torch.ones(2, 3, requires_grad=True)
     assert (collectives.rank(), collectives.world_size()) == (0, 1)
@@ -123,14 +113,12 @@ def test_one_process_without_a_group_is_a_single_rank():
     assert collectives.any_rank(True) and not collectives.any_rank(False)
     assert collectives.broadcast_json({"a": (1, 2)}) == {"a": [1, 2]}
     collectives.require_equal((1,), "one")
+    consensus = StopConsensus()
+    assert [consensus.agree(False), consensus.agree(True)] == [False, True]
+    collectives.sum_over_ranks(x.detach()).add_(1)
+    assert torch.equal(x, torch.ones(2, 3)), "a sum is a new tensor"
     (collectives.gather_rows(x) * 3).sum().backward()
     assert torch.equal(x.grad, torch.full((2, 3), 3.0))
-
-
-def test_sum_over_ranks_returns_a_new_tensor():
-    x = torch.ones(2)
-    collectives.sum_over_ranks(x).add_(1)
-    assert torch.equal(x, torch.ones(2))
 
 
 def test_reduce_scatter_refuses_rows_that_cannot_be_divided(monkeypatch):

@@ -18,13 +18,7 @@ import torch.distributed as dist
 
 from fastsuncet import cli
 from fastsuncet.distributed import launch, place
-from fastsuncet.distributed.place import (
-    explain_error,
-    first_host,
-    join,
-    pick_device,
-    set_torchrun_variables,
-)
+from fastsuncet.distributed.place import explain_error, first_host, join, pick_device
 from fastsuncet.distributed.signals import STOP_SIGNALS
 from fastsuncet.errors import ConfigError, HungError
 from pipelines import atomic_files
@@ -46,14 +40,17 @@ SLURM = {
 }
 
 
-def test_first_host_of_slurms_list():
-    hosts = {
-        "gpu[003-006,9],login": "gpu003",
-        "node7": "node7",
-        "a1,b[2-3]": "a1",
-        "rack-2-n[10,12]": "rack-2-n10",
-    }
-    assert {each: first_host(each) for each in hosts} == hosts
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("gpu[003-006,9],login", "gpu003"),
+        ("node7", "node7"),
+        ("a1,b[2-3]", "a1"),
+        ("rack-2-n[10,12]", "rack-2-n10"),
+    ],
+)
+def test_first_host_of_slurms_list(nodes, host):
+    assert first_host(nodes) == host
 
 
 @pytest.mark.parametrize(
@@ -66,7 +63,7 @@ def test_first_host_of_slurms_list():
 )
 def test_set_torchrun_variables_from_slurms(changes, ranks):
     with mock.patch.dict(os.environ, SLURM | changes, clear=True):
-        set_torchrun_variables()
+        place.set_torchrun_variables()
         assert tuple(map(os.environ.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))) == ranks
         slurm = ranks[0] == "13"
         assert os.environ.get("LOCAL_WORLD_SIZE") == ("8" if slurm else None)
@@ -106,15 +103,16 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
         (2, True, "auto", 2, "no GPU of its own"),
     ],
 )
-def test_pick_device_is_the_ranks_own_or_says_what_to_do(
-    monkeypatch, gpus, usable, wanted, local_rank, found
-):
+def test_device_is_the_ranks_own_or_says_what_to_do(monkeypatch, gpus, usable, wanted, local_rank, found):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("SLURM_LOCALID", "5")
     refused = pytest.raises(ConfigError, match=found) if isinstance(found, str) else contextlib.nullcontext()
     with refused:
         assert pick_device(wanted, local_rank) == found
+
+
+MEETING = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 
 
 def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
@@ -132,14 +130,8 @@ def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
         ({"RANK": "x"}, "variable RANK is 'x', not a number"),
         ({"RANK": "0", "WORLD_SIZE": "-2"}, "variable WORLD_SIZE is '-2'"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "missing: MASTER_ADDR"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
-            "variable MASTER_PORT is 'x'",
-        ),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "91234"},
-            "at most 65535",
-        ),
+        ({**MEETING, "MASTER_PORT": "x"}, "variable MASTER_PORT is 'x'"),
+        ({**MEETING, "MASTER_PORT": "91234"}, "at most 65535"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2, and WORLD_SIZE is 2"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": ""}, "variable SLURM_NTASKS is ''"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, and WORLD_SIZE is 0"),
@@ -332,12 +324,8 @@ def test_rank_says_for_whom_it_waits_and_that_its_port_is_in_use(monkeypatch, ca
     """As one in a batch script without srun, and as one of a second job on the same machine."""
     monkeypatch.setattr(place, "NOTICE", 0.1)
     monkeypatch.setattr(place, "START", timedelta(seconds=1))
-    alone = {
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_NODELIST": "localhost",
-    }
+    alone = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+    alone |= {"SLURM_JOB_NODELIST": "localhost"}
     with mock.patch.dict(os.environ, alone), pytest.raises(HungError), join("cpu"):
         pass
     assert re.match(
@@ -346,9 +334,8 @@ def test_rank_says_for_whom_it_waits_and_that_its_port_is_in_use(monkeypatch, ca
     )
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
-        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         refused = pytest.raises(ConfigError, match=f"MASTER_PORT is {port}, and another process")
-        with mock.patch.dict(os.environ, variables), refused, join("cpu"):
+        with mock.patch.dict(os.environ, {**MEETING, "MASTER_PORT": port}), refused, join("cpu"):
             pass
 
 
