@@ -43,17 +43,15 @@ def environment(monkeypatch):
 
 
 def config_of(tmp_path, name: str, *overrides: str):
-    return small_config(
-        tmp_path, f"logging.{name}={'true' if name == 'tensorboard' else 'project'}", *overrides
-    )
+    value = "true" if name == "tensorboard" else "project"
+    return small_config(tmp_path, f"logging.{name}={value}", *overrides)
 
 
 def run(config, first: int, last: int) -> list[str]:
     """Write the steps after `first` up to `last` as a run or a continued one; return what was printed."""
     said = []
-    with MetricsWriter(
-        config.run_folder, COLUMNS, config=config, say=said.append, resume_step=first or None
-    ) as writer:
+    options = {"config": config, "say": said.append, "resume_step": first or None}
+    with MetricsWriter(config.run_folder, COLUMNS, **options) as writer:
         writer.write({"step": first, "paths": []}, kind="chosen")  # without a number
         for step in range(first + 1, last + 1):
             writer.write({"step": step, "loss": 1 / step, "lr": 0.5})

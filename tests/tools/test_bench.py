@@ -135,9 +135,8 @@ def test_step_reports_speed_operators_and_waits(rows_of, monkeypatch):
     assert all(median_of(row["views/s"]) > 0 for row in found)
     assert rows[step.FIXED]["x one fixed batch"] == "1 (1-1)" and rows[step.FIXED]["host waits"] == "0"
     assert 100 < int(rows[step.FIXED]["operators"]) <= 320 and not rows[step.END_TO_END]["operators"]
-    assert rows.keys() - {step.PLAIN} == {
-        f"{name}{suffix}" for name in (step.FIXED, step.END_TO_END) for suffix in ("", f", {more}")
-    }
+    names = {f"{name}{words}" for name in (step.FIXED, step.END_TO_END) for words in ("", f", {more}")}
+    assert rows.keys() - {step.PLAIN} == names
 
 
 def test_pixels_reports_speed_and_cpu_time_against_the_peer(rows_of):

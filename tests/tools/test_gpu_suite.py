@@ -29,9 +29,8 @@ def script(name: str, what: str, code: str, limit: float = 1) -> Part:
 
 GOOD = script("good", "succeeds", "print('hello')")
 # A library can print what is no UTF-8, and a part that is killed half a character.
-BROKEN = script(
-    "broken", "fails", r"import sys; sys.stdout.buffer.write(b'\xff why it failed\n'); sys.exit(3)"
-)
+FAILS = r"import sys; sys.stdout.buffer.write(b'\xff why it failed\n'); sys.exit(3)"
+BROKEN = script("broken", "fails", FAILS)
 HANGING = script(
     "hanging",
     "never ends, nor does its child",
@@ -101,9 +100,8 @@ def test_suite_without_a_gpu_or_a_folder_starts_and_writes_nothing(tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
+def test_parts_fit_into_45_minutes_and_calls_of_ten():
     names = [part.name for part in PARTS]
-    assert names[:3] == ["imagenet", "profile", "feed"]
     assert sum(part.limit for part in PARTS) <= 45 and max(part.limit for part in PARTS) <= 8
     assert workloads.PARTS.keys() <= set(names)
     options = Options("cuda", False, Path("folder"), Path("found"))
