@@ -49,7 +49,6 @@ def trainer(monkeypatch):
 
 
 def python(code: str, **options) -> subprocess.CompletedProcess:
-    """Run `code` in a process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, **options)
 
@@ -139,17 +138,14 @@ def test_train_takes_overrides_and_options_in_any_order(words, trainer):
     ((config, arguments, dry_run),) = trainer.calls
     assert (config.optimization.lr, config.meta.seed, dry_run) == (2.0, 3, True)
     assert arguments == ["train", *words]  # the same command starts the other ranks
-    words = [f"{word}=step" if word == "--dry-run" else word for word in words]
-    assert cli.main(["train", *words]) == 0
-    assert trainer.calls[1][1:] == (["train", *words], "step")
 
 
 def test_train_returns_the_exit_code_of_the_run(trainer):
     trainer.code = 75
     Path("lr=3").mkdir()
     Path("lr=3/run.yaml").write_text(GOOD)  # a path can hold an equals sign
-    assert cli.main(["train", "./lr=3/run.yaml"]) == 75
-    assert trainer.calls[0][2] is False
+    assert cli.main(["train", "./lr=3/run.yaml"]) == cli.main(["train", "run.yaml", "--dry-run=step"]) == 75
+    assert [dry_run for *_, dry_run in trainer.calls] == [False, "step"]
 
 
 TWO_CONFIGS = (
@@ -276,11 +272,7 @@ GPU = "`nvidia-smi` shows what other programs take; with CUDA_VISIBLE_DEVICES= i
         (os_error(errno.ENOSPC), 5, FULL),
         (os_error(errno.EIO), 5, f"Input/output error: {LOST}"),
         (os_error(errno.ESTALE), 5, f"Stale file handle: {LOST}"),
-        (
-            torch.OutOfMemoryError("CUDA is full. Tried 2 GiB. GPU 0 has"),
-            2,
-            f"CUDA is full. Tried 2 GiB. {GPU}",
-        ),
+        (torch.OutOfMemoryError("No room. Tried 2 GiB. GPU 0 has"), 2, f"No room. Tried 2 GiB. {GPU}"),
         (RuntimeError("CUDA error: out of memory\nCompile"), 2, f"CUDA error: out of memory. {GPU}"),
     ],
 )
@@ -296,9 +288,7 @@ def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, 
     assert traced.startswith("Traceback") and traced.endswith(f"\n[rank 3] error: {said}\n")
 
 
-@pytest.mark.parametrize(
-    "error", [IndexError("a bug"), OSError(errno.EBADF, "Bad file descriptor", "runs/x")]
-)
+@pytest.mark.parametrize("error", [IndexError("a bug"), os_error(errno.EBADF)])
 def test_main_keeps_the_traceback_of_a_bug(error, trainer):
     trainer.error = error
     with pytest.raises(type(error)):

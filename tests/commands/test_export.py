@@ -30,7 +30,7 @@ from fastsuncet.models import export_formats
 from pipelines.datasets.folders import image_tree
 from tests.support.exports import CLASSES, IMAGES, save_run
 from tests.support.power_cut import intercept
-from tests.support.reports import result
+from tests.support.reports import result, write_lines
 from tests.support.runs import small_config, train
 
 
@@ -54,15 +54,12 @@ class Exported(NamedTuple):
 def exported(tmp_path_factory) -> Exported:
     run = tmp_path_factory.mktemp("exported") / "run"
     model = save_run(run)
-    (run / "metrics.jsonl").write_text(
-        "".join(f"{json.dumps(line | {'nonfinite': {'rankme': 'nan'}})}\n" for line in LINES)
-    )
+    write_lines(run, *(line | {"nonfinite": {"rankme": "nan"}} for line in LINES))
     return Exported(model, run, {to: export(run, to) for to in ("torchvision", "timm", "safetensors")})
 
 
 @pytest.fixture
 def tiny(tmp_path) -> Path:
-    """A run of a network that is quickly exported."""
     save_run(tmp_path / "run", "model.name=timm/test_resnet")
     return tmp_path / "run"
 
@@ -133,9 +130,8 @@ def test_export_onnx_gives_the_features_in_onnxruntime(tmp_path):
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for count in (1, 3):
         (found,) = session.run(None, {"images": IMAGES[:count].numpy()})
-        torch.testing.assert_close(
-            torch.from_numpy(found), features(model.encoder)[:count], atol=1e-4, rtol=1e-4
-        )
+        wanted = features(model.encoder)[:count]
+        torch.testing.assert_close(torch.from_numpy(found), wanted, atol=1e-4, rtol=1e-4)
     with pytest.raises(CheckpointError, match="is for ONNX runtimes"):
         load_encoder(path)
 

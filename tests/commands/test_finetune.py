@@ -51,7 +51,6 @@ def runs(pretrained, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(pretrained, tmp_path_factory) -> tuple[Path, str]:
-    """An undisturbed fine-tuning, and its output."""
     top = Path(shutil.copytree(pretrained, tmp_path_factory.mktemp("whole") / "runs"))
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []

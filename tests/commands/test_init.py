@@ -167,14 +167,10 @@ def test_init_names_what_it_leaves_out(photos, capsys):
     assert "note     10 labeled images are copies: 1.jpg (dog) of 0.jpg (cat), 10.jpg" in said
     assert "1 .heic files below photos are not read" in said
     assert "bad      1 file cannot be read: broken.jpg (not an image: no known header)" in said
-    text = (
-        "classes that differ only in upper and lower case, or in the Unicode form: Dog, dog, e\u0301, \u00e9"
-    )
-    assert f"note     {text}. Are they one?" in said
+    text = "classes that differ only in upper and lower case, or in the Unicode form: "
+    assert f"note     {text}Dog, dog, e\u0301, \u00e9. Are they one?" in said
     assert "fastsuncet predict mine.yaml photos --output predictions.csv --page --skip-bad" in said
     assert load_config("mine.yaml").data.bad_images == 1
-    before = Path("mine.yaml").read_text()
-    assert run("photos") == 2 and Path("mine.yaml").read_text() == before  # never replaced
 
 
 @pytest.mark.parametrize(
@@ -206,10 +202,8 @@ def test_init_asks_whether_folders_below_the_classes_are_the_classes(photos, cap
     for i, path in enumerate(sorted(photos.iterdir())):
         path.rename(write_image(photos / "ab"[i % 2] / ("cat", "dog")[i // 6] / path.name))
     assert run("photos") == 0
-    assert (
-        "note     each class has folders of its own: a/cat, a/dog, b/cat, b/dog. Are"
-        in capsys.readouterr().out
-    )
+    said = "note     each class has folders of its own: a/cat, a/dog, b/cat, b/dog. Are"
+    assert said in capsys.readouterr().out
 
 
 def test_init_weights(photos, monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """The report: one folder of runs whose report is kept in golden_report/, what it refuses, and its pictures."""
 
 import csv
-import json
 import os
 import sys
 import warnings
@@ -20,7 +19,7 @@ from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.commands.report.figures import unit
 from fastsuncet.commands.report.reading import read_runs
 from fastsuncet.config import ConfigErrors
-from tests.support.reports import make_run, result
+from tests.support.reports import make_run, result, write_lines
 
 GOLDEN = Path(__file__).parent / "golden_report"
 RUNS = [Path("runs", name) for name in ("simclr_0", "simclr_1", "suncet_0", "suncet_1", "short", "new")]
@@ -73,8 +72,7 @@ def runs(seeds):
         result(ours[0], 10, top1, kind="linear", seed=seed, precision="bf16")
     result(simclr_0, 10, 0.5, kind="linear", precision="fp32")
     for run in (simclr_0, ours[0], new):
-        lines = [{"step": 4, "kind": "knn", **KNN}, {"step": 4, "kind": "train", "loss": 1.0}]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(run, {"step": 4, "kind": "knn", **KNN}, {"step": 4, "kind": "train", "loss": 1.0})
     make_run(folder, "empty")
     return [*RUNS, folder / "empty"]
 
@@ -93,9 +91,7 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(seeds, m
     report(seeds, Path("one"), figures=["imagenet-10pct"])
     assert {path.suffix for path in Path("one").iterdir()} == {".md", ".csv", ".png", ".svg"}
     draw = reports._draw  # the second time one panel, which stands for all
-    monkeypatch.setattr(
-        reports, "_draw", lambda panels, which, *_: draw(panels[:1], which, [], False, Path("two"))
-    )
+    monkeypatch.setattr(reports, "_draw", lambda panels, by, *_: draw(panels[:1], by, [], False, Path("two")))
     report(seeds, Path("two"), figures=["imagenet-10pct"])
     same = [path for path in Path("two").iterdir() if path.name != "report.md"]
     assert {path.suffix for path in same} == {".csv", ".png", ".svg"}
@@ -106,10 +102,8 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(seeds, m
         assert pixels.std() > 10, f"{picture} is blank"
         assert f"({picture}.png)" in Path("one", "report.md").read_text()
     svg = Path("one", "finetune-10-labels-top1.svg").read_text()
-    for label in (
-        *("top-1 accuracy, %", "model updates, thousands", "compute, exaFLOPs", "time, minutes"),
-        *("SimCLR + SuNCEt (paper)", "SimCLR, mean of 2 seeds"),
-    ):
+    labels = ["top-1 accuracy, %", "model updates, thousands", "compute, exaFLOPs", "time, minutes"]
+    for label in (*labels, "SimCLR + SuNCEt (paper)", "SimCLR, mean of 2 seeds"):
         assert f">{label}</text>" in svg, label
     # The paper's points stand only next to results of their kind and share of labels.
     assert "(paper)" not in Path("one", "finetune-all-labels-top1.svg").read_text()
@@ -173,10 +167,8 @@ def test_read_runs_recognizes_a_run_that_was_moved():
         run = run.rename(Path("new", name))
         assert [curve.run for curve in read_runs([run])[0]] == [str(run)]
     new = make_run(Path("old"), "a", 0.6)  # in the place of the moved one
-    assert {curve.run: curve.points[0].metrics["top1"] for curve in read_runs([run, new])[0]} == {
-        str(run): 0.5,
-        str(new): 0.6,
-    }
+    found = {curve.run: curve.points[0].metrics["top1"] for curve in read_runs([run, new])[0]}
+    assert found == {str(run): 0.5, str(new): 0.6}
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("\nmodel:\n", "\nmodel:\n  tomorrow: 1\n"))
     with pytest.raises(ConfigErrors, match=r"config\.yaml:\d+: model\.tomorrow"):
@@ -201,7 +193,7 @@ def test_read_runs_takes_lines_of_metrics_that_hold_anything():
     changes = [{}, {"seconds": "soon"}, {"seconds": -1}, {"knn_accuracy": None}]
     lines = [{"step": 9, "kind": "knn", "epoch": 1}]
     lines += [{"step": step, "kind": "knn"} | KNN | change for step, change in enumerate(changes)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(run, *lines)
     (curve,) = read_runs([run])[0]
     assert curve.measurement.labels == "100 labels"
     assert ["hours" in point.costs for point in curve.points] == [True, False, False]
@@ -215,7 +207,7 @@ def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypat
     runs.append(make_run(Path("runs"), "photos", 0.5, 0.6, overrides=other))
     for run in runs:
         result(run, 10, 0.5, kind="transfer")
-        (run / "metrics.jsonl").write_text(json.dumps({"step": 4, "kind": "knn", **KNN}) + "\n")
+        write_lines(run, {"step": 4, "kind": "knn", **KNN})
     runs.append(make_run(Path("runs"), "ranked"))
     result(runs[2], 10, 0.5, kind="transfer", metrics={"map11": 0.5})
     Path("runs", "indices").mkdir()

@@ -12,7 +12,7 @@ from fastsuncet.cli import main
 from fastsuncet.commands.report import figures, page
 from fastsuncet.commands.report.figures import draw_lines
 from fastsuncet.config import load_config
-from tests.support.reports import make_run, result
+from tests.support.reports import make_run, result, write_lines
 from tests.support.runs import Killed, kill
 
 EVIL = "<script>alert(1)<b>"
@@ -41,10 +41,6 @@ class Tags(HTMLParser):
         self.text += data
 
 
-def write_lines(run: Path, *lines: dict) -> None:
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def write_status(run: Path, state: str, message: str = "") -> None:
     (run / "status.json").write_text(json.dumps({"state": state, "step": 20, "message": message}))
 
@@ -55,6 +51,7 @@ def run(tmp_path) -> Path:
     run = make_run(tmp_path, "a", 0.5).rename(tmp_path / EVIL)
     for tag, lr in (("low", 0.1), ("high", 1.0)):
         result(run, 20, 0.75, lr=lr, tag=tag)
+    result(run, 20, 0.25, home=tmp_path / "other")
     lines = [{"step": step, "kind": "train", **TRAIN, **NEW} for step in (10, 20)]
     write_lines(run, *lines, {"step": 20, "kind": "knn", **TRAIN, **KNN})
     write_status(run, "running", message="<img src=x onerror=alert(1)>")
@@ -79,11 +76,6 @@ SHOWN = (
 )
 
 
-def test_page_of_a_folder_whose_name_is_not_utf_8(run, plain):
-    named = run.rename(run.parent / os.fsdecode(b"run\xff"))
-    assert "<h1>run?</h1>" in page.write_page(named).read_text(encoding="utf-8")
-
-
 def test_page_holds_everything_and_fetches_nothing(run):
     found = Tags(page.write_page(run, refresh=True).read_text())
     assert not {"script", "link", "iframe", "object", "b"} & set(found.tags)
@@ -93,6 +85,7 @@ def test_page_holds_everything_and_fetches_nothing(run):
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in found.fetched)
     assert [words for words in SHOWN if words not in found.text] == []
     assert f"{run}/checkpoints/step_00000020" in found.text
+    assert f"encoder {run.parent / 'other'}, update 20" in found.text
     assert f"fastsuncet predict '{run}' FOLDER" in found.text
     assert "representation has collapsed" not in found.text
 
@@ -103,11 +96,6 @@ def test_page_names_a_collapse_and_labels_that_were_learned(run, plain):
     path = next((run / "results").glob("*.json"))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"learned": 9}))
     assert page.as_html(run).count("(too high: on labels that the network has learned from)") == 1
-
-
-def test_page_names_the_encoder_of_a_result_that_is_not_its_own(run, plain):
-    result(run, 20, 0.25, home=run.parent / "other")
-    assert f"encoder {run.parent / 'other'}, update 20" in Tags(page.as_html(run)).text
 
 
 def test_page_does_not_name_the_command_that_wrote_it(run, plain):
@@ -167,9 +155,14 @@ def test_page_takes_anything_for_numbers_and_no_picture_behind_a_link(run, tmp_p
 
 
 def test_page_of_a_run_that_has_not_begun_and_without_matplotlib(tmp_path, monkeypatch):
-    run = make_run(tmp_path, "a")
+    run = make_run(tmp_path, "a").rename(tmp_path / os.fsdecode(b"run\xff"))
     text = page.write_page(run).read_text()
-    assert "not started" in text and "No metrics yet." in text and "No checkpoint yet." in text
+    assert (
+        "<h1>run?</h1>" in text
+        and "not started" in text
+        and "No metrics yet." in text
+        and "No checkpoint yet." in text
+    )
     assert 'http-equiv="refresh"' not in text
     write_lines(run, {"step": 20, "kind": "train", **TRAIN}, {"step": 20, "kind": "knn", "knn_accuracy": 0.5})
     monkeypatch.setattr(page, "drawing_problem", lambda: "matplotlib is <missing>")

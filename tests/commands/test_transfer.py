@@ -79,7 +79,6 @@ def cell_folder(runs: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(top, tmp_path_factory) -> Path:
-    """The runs folder of an undisturbed transfer."""
     runs = tmp_path_factory.mktemp("whole")
     assert run(top, runs) == 0
     return runs
@@ -160,9 +159,7 @@ def watch(monkeypatch, read: int = 0, how=None) -> list[int]:
 
 # A cell reads five batches to train on and one of validation images: 3 is inside the first cell, 6 its evaluation, 9 in
 # the second cell, 21 in the retraining of the chosen one.
-@pytest.mark.parametrize(
-    ("read", "how"), [(3, terminate), (6, terminate), (21, terminate), (9, kill), (21, kill)]
-)
+@pytest.mark.parametrize(("how", "read"), [*((terminate, x) for x in (3, 6, 21)), (kill, 9), (kill, 21)])
 def test_transfer_stopped_anywhere_continues_to_the_bit(whole, top, tmp_path, monkeypatch, capsys, read, how):
     with monkeypatch.context() as patch:
         before = watch(patch, read, how)

@@ -98,7 +98,7 @@ def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):
     assert (config.meta.compile, config.data.prefetch) == (True, 3)
 
 
-def test_candidates_are_what_is_not_written_and_can_run_here():
+def test_candidates_are_what_is_not_written_and_can_run_here(monkeypatch):
     def keys(*overrides: str, device: str = "cuda") -> set[str]:
         config = load_config("digits_demo", overrides)
         plain = config.with_values({"meta.cuda_graph": False, "model.fused_batchnorm": True})
@@ -113,6 +113,10 @@ def test_candidates_are_what_is_not_written_and_can_run_here():
     # compile turns it off
     assert "meta.compile" not in keys("model.fused_batchnorm=true")
     assert not {"meta.cuda_graph", "meta.compile"} & keys("criterion.micro_batch=64")
+    monkeypatch.setenv("PATH", "")  # without a compiler
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    assert "meta.compile" not in keys()
 
 
 def test_candidates_of_a_slurm_task_stay_within_its_own_cores(monkeypatch):
@@ -124,11 +128,3 @@ def test_candidates_of_a_slurm_task_stay_within_its_own_cores(monkeypatch):
     config = load_config("digits_demo")
     counts = {rung.values.get("data.decode_threads") for rung in candidates(config, config, "cpu")}
     assert counts - {None} == {1, 4, 9}  # 8 is what it has
-
-
-def test_no_compile_without_a_compiler(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    for name in ("CC", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    config = load_config("digits_demo")
-    assert not any(rung.name == "compile" for rung in candidates(config, config, "cpu"))

@@ -185,7 +185,6 @@ def _agent(folder: str, arguments: list[str], stand_in: str | None, ranks: int) 
 def started_job(
     folder: Path, stand_in: str | None = None, *arguments: str, ranks: int = 2
 ) -> multiprocessing.Process:
-    """Start the agent in `folder`."""
     folder.mkdir(exist_ok=True)
     return start_forked(_agent, str(folder), list(arguments), stand_in, ranks)
 
@@ -198,7 +197,6 @@ def exit_code(process: multiprocessing.Process, folder: Path) -> int | None:
 
 
 def wait_for(process: multiprocessing.Process, *files: Path) -> None:
-    """Wait until the ranks have made `files`."""
     while not all(file.exists() for file in files):
         assert process.is_alive(), files[0].with_name("errors").read_text()
         time.sleep(0.05)
@@ -359,9 +357,8 @@ def _fail_in_a_group(rank: int, port: int, folder: str, error: type[Exception]) 
 @pytest.mark.parametrize(("error", "code"), [(DataError, 3), (ZeroDivisionError, 1)])
 def test_rank_that_fails_in_its_group_ends_with_its_code_and_whole_message(tmp_path, error, code):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    other, failed = (
-        start_forked(_fail_in_a_group, rank, store.port, str(tmp_path), error) for rank in (0, 1)
-    )
+    words = (store.port, str(tmp_path), error)
+    other, failed = (start_forked(_fail_in_a_group, rank, *words) for rank in (0, 1))
     assert exit_code(failed, tmp_path) == code
     other.kill()
     assert "damaged: " + 50_000 * "x" + " end\n" in (tmp_path / "errors").read_text()

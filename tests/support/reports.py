@@ -1,5 +1,6 @@
 """Runs with results, for reports."""
 
+import json
 from pathlib import Path
 
 from fastsuncet.metrics.results import write_result
@@ -38,6 +39,11 @@ def result(
     record |= {key: value for key, value in changes.items() if key in record}
     record["setting"] |= {key: value for key, value in changes.items() if key not in record}
     write_result(run, record)
+
+
+def write_lines(run: Path, *lines: dict) -> None:
+    """Write the metrics lines of a run."""
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def make_run(folder: Path, name: str, *accuracies: float, seed=0, suncet=True, overrides=()) -> Path:
