@@ -12,25 +12,15 @@ import pytest
 
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.metrics import trackers
-from fastsuncet.metrics.results import send_results, write_result
+from fastsuncet.metrics.results import send_results
 from fastsuncet.metrics.trackers import Trackers
 from fastsuncet.metrics.writer import MetricsWriter, read
 from tests.support import trackers as support
+from tests.support.reports import result
 from tests.support.runs import small_config
 
 COLUMNS = ("loss", "lr")
 CALLS = ("__init__", "settings", "write", "flush", "close")  # of a tracker
-RESULT = {
-    "kind": "finetune",
-    "metrics": {"top1": 0.5},
-    "images": 360,
-    "labels": {"kind": "bernoulli", "fraction": 0.1},
-    "encoder": {"source": "a/checkpoints/step_00000004", "step": 4},
-    "finetuned": {"folder": "a/finetune/labels10-step_00000004"},
-    "setting": {},
-    "run": "a",
-    "versions": {},
-}
 FAILED = "{} failed and gets nothing more ({}); the files of the run have it all"
 
 
@@ -73,7 +63,7 @@ def test_tracker_holds_config_numbers_views_and_results_of_a_continued_run(tmp_p
     # From step 2 on, with another value of a key that is free.
     changed = config_of(tmp_path, name, "logging.log_every=3")
     assert not [line for line in run(changed, 2, 3) if "failed" in line]
-    send_results(config, [write_result(config.run_folder, RESULT)])
+    send_results(config, [result(config.run_folder, 4, 0.5, tag="labels10-step_00000004")])
 
     held = support.held[name](config.run_folder)
     hidden = name == "tensorboard"  # the other two keep what a restart undid

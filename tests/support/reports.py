@@ -9,21 +9,10 @@ from tests.support.runs import small_config
 LABELS = {"kind": "bernoulli", "fraction": 0.1, "count": 160}
 
 
-def result(
-    run: Path,
-    step,
-    top1: float,
-    *,
-    kind="finetune",
-    labels=LABELS,
-    home=None,
-    source=None,
-    tag=None,
-    **changes,
-) -> None:
+def result(run: Path, step, top1: float, *, home=None, source=None, tag=None, **changes) -> Path:
     """Write one evaluation of `source`, or the checkpoint of `step` of `home` (this run); an epoch has 10 updates.
 
-    `changes` are other values of the record's keys; what is none of them is in the setting.
+    `changes` are other values of the record's keys; what is none of them is in the setting. Returns the file.
     """
     done = step or 0
     ledger = {"views": 100 * done, "updates": done, "petaflops": 0.5 * done, "seconds": 36.0 * done}
@@ -33,12 +22,12 @@ def result(
     if step is None:  # a file of another program
         encoder |= dict.fromkeys(("epoch", "method", "ledger"))
     metrics = {"top1": top1, "top5": 1 - (1 - top1) / 2}
-    record = {"kind": kind, "metrics": metrics, "images": 355, "labels": labels, "encoder": encoder}
+    record = {"kind": "finetune", "metrics": metrics, "images": 355, "labels": LABELS, "encoder": encoder}
     record |= {"setting": {}, "asked": {}, "run": run.name, "versions": {}}
     record |= {"finetuned": {"folder": f"{run}/finetune/{tag}"}} if tag else {}
     record |= {key: value for key, value in changes.items() if key in record}
     record["setting"] |= {key: value for key, value in changes.items() if key not in record}
-    write_result(run, record)
+    return write_result(run, record)
 
 
 def write_lines(run: Path, *lines: dict) -> None:

@@ -8,7 +8,7 @@ import json
 import re
 import struct
 import sys
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -144,14 +144,8 @@ class FakeMlflow(ModuleType):
         self.unsent: Exception | None = None  # what a call with numbers raises
         self.MlflowClient = lambda tracking_uri: FakeClient(self, tracking_uri)
 
-    @staticmethod
-    def Metric(key, value, timestamp, step):  # noqa: N802 - MLflow's own names
-        assert isinstance(value, float) and isinstance(timestamp, int)
-        return SimpleNamespace(key=key, value=value, step=step)
-
-    @staticmethod
-    def Param(key, value):  # noqa: N802
-        return SimpleNamespace(key=key, value=value)
+    Metric = namedtuple("Metric", "key value timestamp step")
+    Param = namedtuple("Param", "key value")
 
 
 class FakeClient:
@@ -201,6 +195,7 @@ class FakeClient:
             assert isinstance(each.value, str) and len(each.value) <= 6000
             assert data.params.setdefault(each.key, each.value) == each.value, f"{each.key} is written twice"
         for each in metrics:
+            assert isinstance(each.value, float) and isinstance(each.timestamp, int)
             data.history[each.key].append(each)
             data.metrics[each.key] = each.value
 
