@@ -122,8 +122,9 @@ def test_progress_bar_moves_between_the_lines_and_while_a_step_lasts(monkeypatch
         shown = ProgressBar(600, 100, LOSSES, stream=stream, clock=lambda: now[0])
         for step, seconds, text in ((103, 6.0, "103/600 00:06<16:34"), (103, 60.0, "103/600 01:00<")):
             shown.at(step)
-            now[0] = seconds
+            now[0], end = seconds, time.monotonic() + 20
             while text not in shown._bar.bar_format:
+                assert time.monotonic() < end, "the bar stands still"
                 time.sleep(0.01)
         shown.close()
 
