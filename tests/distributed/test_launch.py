@@ -103,7 +103,9 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
         (2, True, "auto", 2, "no GPU of its own"),
     ],
 )
-def test_device_is_the_ranks_own_or_says_what_to_do(monkeypatch, gpus, usable, wanted, local_rank, found):
+def test_pick_device_is_the_ranks_own_or_says_what_to_do(
+    monkeypatch, gpus, usable, wanted, local_rank, found
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("SLURM_LOCALID", "5")

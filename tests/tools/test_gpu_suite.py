@@ -100,8 +100,9 @@ def test_suite_without_a_gpu_or_a_folder_starts_and_writes_nothing(tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_fit_into_45_minutes_and_calls_of_ten():
+def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
     names = [part.name for part in PARTS]
+    assert names[:3] == ["imagenet", "profile", "feed"]
     assert sum(part.limit for part in PARTS) <= 45 and max(part.limit for part in PARTS) <= 8
     assert workloads.PARTS.keys() <= set(names)
     options = Options("cuda", False, Path("folder"), Path("found"))
