@@ -263,12 +263,8 @@ class Trackers:
     on. Raises ConfigError for a missing package. Leaving the context closes the trackers.
     """
 
-    def __init__(
-        self, config: Config | None, folder: Path, purge_step: int | None = None, say: Say = say_line
-    ):
+    def __init__(self, config: Config, folder: Path, purge_step: int | None = None, say: Say = say_line):
         self._callers: list[Caller] = []
-        if config is None:
-            return
         require_packages(config)
         inside = folder.is_relative_to(config.logging.folder)
         name = str(folder.relative_to(config.logging.folder)) if inside else folder.name

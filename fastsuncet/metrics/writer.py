@@ -19,15 +19,17 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastsuncet.config import Config
 from fastsuncet.errors import CheckpointError
-from fastsuncet.metrics.trackers import Trackers
 from pipelines import atomic_files
 from pipelines.output import Say, say_line
+
+if TYPE_CHECKING:
+    from fastsuncet.metrics.trackers import Tracker, Trackers
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
 
@@ -60,10 +62,13 @@ class MetricsWriter:
             undone = 0 if (self.folder / JSONL).exists() else None
             purge_step = undone if resume_step is None else resume_step + 1
             # Before the files change: a missing package must not leave a run half set back.
-            self._trackers = Trackers(config, self.folder, purge_step, say)
-            if config is not None:
-                self._trackers.tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
-                self._trackers.tell(lambda tracker: tracker.settings(config))
+            self._trackers: Trackers | None = None
+            if config is not None and config.logging.trackers:
+                from fastsuncet.metrics import trackers
+
+                self._trackers = trackers.Trackers(config, self.folder, purge_step, say)
+                self._tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
+                self._tell(lambda tracker: tracker.settings(config))
             kept = _move_later_lines(self.folder, resume_step, evaluated, say)
             rows = [self._row(record) for record in kept if record["kind"] == "train"]
             atomic_files.replace(self.folder / CSV, csv_table([["step", *self.columns], *rows]))
@@ -94,7 +99,7 @@ class MetricsWriter:
             raise self._refusal(error) from error
         scalars = {f"{kind}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
         if scalars:
-            self._trackers.tell(lambda tracker: tracker.write(record["step"], scalars))
+            self._tell(lambda tracker: tracker.write(record["step"], scalars))
         return record
 
     def sync(self) -> None:
@@ -104,19 +109,24 @@ class MetricsWriter:
             os.fsync(self._csv)
         except OSError as error:
             raise self._refusal(error) from error
-        self._trackers.tell(lambda tracker: tracker.flush())
+        self._tell(lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """Close the files and the trackers. The lines are in the files already."""
         os.close(self._jsonl)
         os.close(self._csv)
-        self._trackers.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _tell(self, call: "Callable[[Tracker], object]") -> None:
+        if self._trackers is not None:
+            self._trackers.tell(call)
 
     def _row(self, record: dict[str, Any]) -> list[Any]:
         return [record["step"], *(record.get(name) for name in self.columns)]
