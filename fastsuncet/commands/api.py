@@ -2,8 +2,10 @@
 
 import io
 import os
+import sys
 import threading
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from numbers import Integral, Real
@@ -15,6 +17,8 @@ import PIL.Image
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.backends import cuda, cudnn
+from torch.utils import deterministic
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import predict as predict_command
@@ -28,7 +32,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import handlers_restored
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation import encoder as encoders
-from fastsuncet.training.determinism import in_a_callers_process
+from fastsuncet.training.determinism import UNTIMED
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import existing_folder, image_list, image_tree
@@ -43,6 +47,45 @@ if TYPE_CHECKING:
 
     class LoadedEncoder(nn.Module):  # torch's stubs know only tensors and modules as attributes of a module
         view: Center | None
+
+
+@contextmanager
+def in_a_callers_process() -> Iterator[None]:
+    """Compute as in a new process, whatever torch's defaults and modes are, and leave its switches as they were.
+
+    The caller's own training would otherwise go on without TF32, in deterministic kernels and in other threads.
+    """
+    # Since torch 2.9 TF32 has a second switch. Where a program has used it, the first cannot be read.
+    newer = (torch.backends, cudnn, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul)
+    owners = [
+        *((owner, "fp32_precision") for owner in newer),
+        *((cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
+        (deterministic, "fill_uninitialized_memory"),
+        *((sys.modules.get("torch._inductor.config"), name) for name in UNTIMED),
+    ]
+    with ExitStack() as undo:
+        for owner, name in owners:
+            with suppress(AttributeError, RuntimeError):
+                undo.callback(setattr, owner, name, getattr(owner, name))
+        with suppress(RuntimeError):  # restored before the newer switches
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        exact = torch.are_deterministic_algorithms_enabled()
+        undo.callback(torch.use_deterministic_algorithms, exact, warn_only=warn_only)
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+        undo.callback(cuda.enable_flash_sdp, cuda.flash_sdp_enabled())
+        undo.callback(cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled())
+        undo.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
+        torch.set_default_dtype(torch.float32)
+        undo.enter_context(torch.inference_mode(False))
+        undo.enter_context(torch.enable_grad())
+        # Neither is free: a default device costs each call of torch, and autocast inside another keeps no weights.
+        if torch.get_default_device().type != "cpu":
+            undo.enter_context(torch.device("cpu"))
+        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            undo.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
+        yield
 
 
 @in_a_callers_process()

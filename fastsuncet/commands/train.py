@@ -23,7 +23,6 @@ from fastsuncet.checkpoint.run_folder import RunStatus, disk_errors, exclusive_r
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.data.dataset import open_images
-from fastsuncet.data.learned_labels import write_learned_labels
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.place import Place, expected_ranks, pick_device, should_start_ranks
@@ -92,6 +91,8 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
             for line in lines:
                 say_line(line)
             if trainer.step == 0:
+                from fastsuncet.data.learned_labels import write_learned_labels  # a continued run needs none
+
                 for warning in write_learned_labels(folder, trainer.task.images, config):
                     say_line(f"note: {warning}")
         with RunStatus(folder / "status.json", place).recording(lambda: trainer.step):

@@ -1,9 +1,6 @@
 """Precision, and the switches of torch that make a step a function of its inputs, down to the bit."""
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch.backends import cuda, cudnn
@@ -60,45 +57,6 @@ def set_determinism(config: Config, place: Place) -> None:
                     f"meta.compile chooses kernels by timing with torch {torch.__version__}, so a restart can end in "
                     "other bits. Install a newer torch, or set meta.autotune=true"
                 )
-
-
-@contextmanager
-def in_a_callers_process() -> Iterator[None]:
-    """Compute as in a new process, whatever torch's defaults and modes are, and leave its switches as they were.
-
-    The caller's own training would otherwise go on without TF32, in deterministic kernels and in other threads.
-    """
-    # Since torch 2.9 TF32 has a second switch. Where a program has used it, the first cannot be read.
-    newer = (torch.backends, cudnn, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul)
-    owners = [
-        *((owner, "fp32_precision") for owner in newer),
-        *((cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
-        (deterministic, "fill_uninitialized_memory"),
-        *((sys.modules.get("torch._inductor.config"), name) for name in UNTIMED),
-    ]
-    with ExitStack() as undo:
-        for owner, name in owners:
-            with suppress(AttributeError, RuntimeError):
-                undo.callback(setattr, owner, name, getattr(owner, name))
-        with suppress(RuntimeError):  # restored before the newer switches
-            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        exact = torch.are_deterministic_algorithms_enabled()
-        undo.callback(torch.use_deterministic_algorithms, exact, warn_only=warn_only)
-        undo.callback(torch.set_num_threads, torch.get_num_threads())
-        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
-        undo.callback(cuda.enable_flash_sdp, cuda.flash_sdp_enabled())
-        undo.callback(cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled())
-        undo.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
-        torch.set_default_dtype(torch.float32)
-        undo.enter_context(torch.inference_mode(False))
-        undo.enter_context(torch.enable_grad())
-        # Neither is free: a default device costs each call of torch, and autocast inside another keeps no weights.
-        if torch.get_default_device().type != "cpu":
-            undo.enter_context(torch.device("cpu"))
-        for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-            undo.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
-        yield
 
 
 def native_precision(device: torch.device) -> tuple[str, str]:

@@ -6,10 +6,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet import nt_xent, suncet
+from fastsuncet.commands.api import in_a_callers_process
 from fastsuncet.config import load_config
 from fastsuncet.losses import contrast
 from fastsuncet.training import methods
-from fastsuncet.training.determinism import in_a_callers_process
 from fastsuncet.training.multi_view_model import Outputs
 from tests.support.dense_losses import gradient
 from tests.support.runs import CONFIGS

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch._inductor import config as inductor
 
+from fastsuncet.commands.api import in_a_callers_process
 from fastsuncet.config import load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.training import determinism
-from fastsuncet.training.determinism import in_a_callers_process, resolve_precision, set_determinism
+from fastsuncet.training.determinism import resolve_precision, set_determinism
 from tests.support.runs import CONFIGS, tiny_config, train
 
 CARD = Place(0, 1, torch.device("cuda", 0))
