@@ -24,7 +24,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def require(name: str, value: float, below: float = math.inf) -> None:
-    """Raise ValueError for a setting that is no number from 0 to below `below`."""
+    """Raise ValueError for a setting that is not a number from 0 to below `below`."""
     if not isinstance(value, Real) or not 0 <= value < below:
         raise ValueError(f"LARS: {name} must be a number from 0 to below {below}, not {value!r}")
 
