@@ -32,8 +32,10 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     A run that learns from no label has no learned.csv; one that an earlier start left is removed. Raises
     CheckpointError for a disk that refuses.
     """
-    init = _table_of(typed_path(config.model.init)) if config.model.init else folder / LEARNED
-    before = _read(init) if config.model.init else {}
+    # timm's published weights are no path, and have learned from none of these labels.
+    begins = config.model.init not in (None, "timm")
+    init = _table_of(typed_path(config.model.init)) if begins else folder / LEARNED
+    before = _read(init) if begins else {}
     held_out, warning = _held_out(images), []
     tables = {LEARNED: dict(before), HELD_OUT: held_out}
     if config.criterion.supervised:

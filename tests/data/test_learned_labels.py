@@ -78,3 +78,9 @@ def test_learned_labels_of_a_run_without_a_table_are_all_or_none(config):
     assert not learned(Path("none"), images.train, plain).any()
     Path("learned.csv").write_text("file,label\n")  # of an earlier start, with other settings
     assert write_learned_labels(Path(), images, plain) == [] and not Path("learned.csv").exists()
+    # Published weights have learned from none, whatever lies in the working directory.
+    published, _ = config(10, "model.init=timm", "criterion.supervised_epochs=0")
+    Path("learned.csv").write_text(f"file,label\n{NAMES[0]},dog\n")
+    Path("new").mkdir()
+    assert write_learned_labels(Path("new"), images, published) == []
+    assert not Path("new/learned.csv").exists()
