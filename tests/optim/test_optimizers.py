@@ -1,6 +1,7 @@
 """The optimizers' settings, parameter groups, learning rate on the device, and state."""
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -82,7 +83,7 @@ def test_groups_of_the_paper_scale_and_decay_everything():
 
 
 def test_groups_exclusion_finds_the_shortcuts_batchnorm():
-    """Exclusion goes by the module's type: the shortcut's gamma is not called "bn"."""
+    """The shortcut's gamma is not called "bn"."""
     network = build_model("resnet50", head_batchnorm=True, device="meta")
     names = {id(p): name for name, p in network.named_parameters()}
     groups = parameter_groups(network, exclude_bias_and_norm=True)
@@ -97,12 +98,17 @@ def test_groups_exclusion_finds_the_shortcuts_batchnorm():
 
 
 def test_groups_exclude_every_normalization_and_frozen_parameters():
-    norms = [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.SyncBatchNorm(4), nn.RMSNorm(4)]
-    norms.append(nn.InstanceNorm2d(4, affine=True))
-    network = nn.Sequential(*norms, nn.Linear(4, 4), nn.Linear(4, 4))
-    network[-1].requires_grad_(False)
-    scaled, plain = parameter_groups(network, exclude_bias_and_norm=True)
-    assert [id(p) for p in scaled["params"]] == [id(network[-2].weight)]
-    assert len(plain["params"]) == 9 + 1
-    assert len(parameter_groups(network)[0]["params"]) == 11
+    """Also those that are no classes of torch's: timm's RmsNorm, and its scales of layers."""
+    network = timm.create_model("test_vit4")
+    network.head.requires_grad_(False)
+    names = {id(p): name for name, p in network.named_parameters() if p.requires_grad}
+    groups = parameter_groups(network, exclude_bias_and_norm=True)
+    scaled, plain = ({names[id(p)] for p in group["params"]} for group in groups)
+    assert scaled | plain == set(names.values()) and not scaled & plain
+    parts = ("norm1.weight", "norm2.weight", "ls1.gamma", "ls2.gamma")
+    assert {name for name in plain if not name.endswith(".bias")} == {
+        *(f"blocks.{i}.{part}" for i in range(9) for part in parts),
+        "fc_norm.weight",
+    }
+    assert len(parameter_groups(network)[0]["params"]) == len(names)
     assert len(parameter_groups(nn.Linear(2, 2, bias=False), exclude_bias_and_norm=True)) == 1
