@@ -108,7 +108,6 @@ def test_one_process_without_a_group_is_a_single_rank():
     x = torch.ones(2, 3, requires_grad=True)
     assert (collectives.rank(), collectives.world_size()) == (0, 1)
     assert torch.equal(collectives.all_gather_rows(x), x) and not collectives.all_gather_rows(x).requires_grad
-    assert torch.equal(collectives.reduce_scatter_rows(x), x)
     assert collectives.broadcast(torch.tensor(4)).item() == 4
     assert collectives.any_rank(True) and not collectives.any_rank(False)
     assert collectives.broadcast_json({"a": (1, 2)}) == {"a": [1, 2]}
@@ -119,9 +118,3 @@ def test_one_process_without_a_group_is_a_single_rank():
     assert torch.equal(x, torch.ones(2, 3)), "a sum is a new tensor"
     (collectives.gather_rows(x) * 3).sum().backward()
     assert torch.equal(x.grad, torch.full((2, 3), 3.0))
-
-
-def test_reduce_scatter_refuses_rows_that_cannot_be_divided(monkeypatch):
-    monkeypatch.setattr(collectives, "world_size", lambda group=None: 2)
-    with pytest.raises(ValueError, match="3 rows cannot be divided equally among 2 ranks"):
-        collectives.reduce_scatter_rows(torch.ones(3, 1))

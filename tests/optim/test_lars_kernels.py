@@ -9,7 +9,6 @@ import torch
 from fastsuncet.kernels import switches
 from fastsuncet.optim import LARS, LARSSettings, lars, lars_apex, lars_kernel, parameter_groups
 from fastsuncet.optim.device_lr import fill, on_host
-from fastsuncet.optim.lars_foreach import lars_foreach
 from pipelines.cuda_compiler import KernelError
 from tests.support.amp_c import StandIn
 from tests.support.host_kernels import on_the_host
@@ -88,18 +87,6 @@ def apex(monkeypatch):
     stand_in = StandIn()
     monkeypatch.setattr(lars_apex, "extension", lambda: stand_in)
     return stand_in
-
-
-@pytest.mark.parametrize("lars", [True, False])
-@pytest.mark.parametrize("in_momentum", [True, False])
-def test_lars_apex_steps_as_foreach(apex, lars, in_momentum):
-    settings = LARSSettings(weight_decay=0.1, lars=lars, lr_in_momentum=in_momentum)
-    found = []
-    for update in (lars_apex.lars_apex, lars_foreach):
-        p, g, b = [torch.ones(3)], [torch.tensor([1.0, -2.0, 0.5])], [torch.ones(3)]
-        update(p, g, b, 0.3, settings)
-        found.append(torch.cat([*p, *b]))
-    torch.testing.assert_close(*found)
 
 
 def test_lars_apex_shows_a_gradient_that_is_not_finite(apex):
