@@ -383,10 +383,12 @@ class Trainer(Generic[Task]):
         """
         try:
             self._restore()
-        except KeyError as error:
+        # ValueError: the optimizer's, whose parameters another version grouped otherwise.
+        except (KeyError, ValueError) as error:
+            why = f"has no {error}" if isinstance(error, KeyError) else f"does not fit ({error})"
             raise CheckpointError(
-                f"a checkpoint in {self.folder / manager.FOLDER} has no {error}: it is not one of such a run. Give "
-                "the new run another folder"
+                f"a checkpoint in {self.folder / manager.FOLDER} {why}: it is not one of such a run. Give the new run "
+                "another folder"
             ) from error
 
     def _restore(self) -> None:

@@ -337,6 +337,10 @@ def test_checkpoint_without_a_key_is_refused_by_its_name(tmp_path):
         manager.save(folder, old.step, model=old.model, state=old.state, meta=meta, keep=1)
         with pytest.raises(CheckpointError, match=f"has no '{key}': it is not one of such a run"):
             train(config)
+    old.state["optimizer"]["param_groups"][0]["params"].pop()  # a version that groups parameters otherwise
+    manager.save(folder, old.step, model=old.model, state=old.state, meta=old.meta, keep=1)
+    with pytest.raises(CheckpointError, match=r"does not fit \(.*parameter group.*\): it is not one of such"):
+        train(config)
 
 
 # Few steps: rounding differences double every few updates, and the question is whether it is the same experiment.
