@@ -27,6 +27,7 @@ from fastsuncet.errors import LOST, CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.record import module_digest
+from fastsuncet.evaluation.scoring import require_finite
 from fastsuncet.training.determinism import set_determinism
 from pipelines import atomic_files
 from pipelines.data_errors import BadImage, DataError
@@ -148,7 +149,9 @@ class FolderPass:
             found = np.empty((0, self.width), np.float32)
             while len(good := numbers[~np.isin(numbers, list(self.skipped))]):
                 try:
-                    found = outputs(network, self.index, good, SETTINGS, self.place, **how).cpu().numpy()
+                    rows = outputs(network, self.index, good, SETTINGS, self.place, **how)
+                    require_finite(rows)
+                    found = rows.cpu().numpy()
                     break
                 except BadImage as error:
                     if not self.skip_bad:

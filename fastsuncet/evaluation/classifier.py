@@ -33,7 +33,7 @@ from fastsuncet.evaluation.finetuning.job import RESULT
 from fastsuncet.evaluation.finetuning.record import labels_digest, module_digest
 from fastsuncet.evaluation.linear import FOLDS, choose_strength, fit_linear
 from fastsuncet.evaluation.npi import npi_probabilities
-from fastsuncet.evaluation.scoring import labeled, wilson_interval
+from fastsuncet.evaluation.scoring import labeled, require_finite, wilson_interval
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
@@ -282,6 +282,7 @@ def run_classifier(
         bad = {int(chosen[row]): reason for row, reason in found.items()}
         _say_skipped(index, list(bad), bad)
         return run_classifier(encoder, config, place, run, skip_bad=True, skipped=skipped.union(bad))
+    require_finite(features)
     module.to("cpu")
     truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))
     classifier = replace(fit_classifier(features, truth, given, classes, config, head), labeled=fitted)

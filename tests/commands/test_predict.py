@@ -200,6 +200,18 @@ def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, labels, c
         fastsuncet.predict(run.parent / "plain", run.parent / "photos")
 
 
+def test_network_whose_outputs_overflow_is_refused(run, capsys):
+    loaded = manager.load_newest(run / "checkpoints")
+    for name in ("weight", "bias"):
+        loaded.model[f"encoder.layer3.0.bn2.{name}"].fill_(3e38)
+    manager.save(run / "checkpoints", 8, model=loaded.model, state={}, meta=loaded.meta, keep=9)
+    for command, output in (("predict", "a.csv"), ("embed", "a.npz"), ("suggest", "next.csv")):
+        folder = [] if command == "suggest" else ["photos"]
+        assert cli.main([command, str(run), *folder, "--output", output]) == 4
+        assert "the network's outputs are not finite numbers" in capsys.readouterr().err
+    assert not list(run.glob("classifier/*"))
+
+
 def test_predict_takes_pawss_neighbors_where_they_are_better(run, capsys, monkeypatch):
     """Than the linear classifier, in the same folds. They are kept with their projections."""
     loaded = manager.load_newest(run / "checkpoints")

@@ -41,6 +41,7 @@ from fastsuncet.evaluation.finetuning.record import (
     sizes,
     with_sizes,
 )
+from fastsuncet.evaluation.scoring import require_finite
 from fastsuncet.metrics.results import FOLDER, asked, name_of, read_result, send_results, write_result
 from fastsuncet.versions import versions
 from pipelines import atomic_files
@@ -101,10 +102,9 @@ class DatasetGrid:
             tuning = FineTuning(self.encoder, *images, config, self.place, checkpoints, identity, **options)
             try:
                 view = Center(t.size, t.resize, a.mean, a.std)
-                logits = fit(tuning, index, evaluated, self.signals, view)[0].cpu().numpy()
-                if not np.isfinite(logits).all():
-                    raise NumericalError("the outputs are not finite numbers")
-                metric, classes = task.metric(logits, index, evaluated)
+                logits, _ = fit(tuning, index, evaluated, self.signals, view)
+                require_finite(logits)
+                metric, classes = task.metric(logits.cpu().numpy(), index, evaluated)
             except NumericalError as error:
                 diverged = str(error).splitlines()[0].split(". ")[0]
             values = {"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay}
