@@ -32,6 +32,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import handlers_restored
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation import encoder as encoders
+from fastsuncet.paths import typed_path
 from fastsuncet.training.determinism import UNTIMED
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
@@ -105,10 +106,10 @@ def init_config(
     """
     from fastsuncet.commands import init  # with it timm, which takes a second
 
-    table = None if labels is None else Path(labels)
+    photos, table = typed_path(folder), None if labels is None else typed_path(labels)
     if output is None:
-        return init.make(Path(folder), table, hours, weights, Path("run.yaml"))[1]
-    init.init(Path(folder), table, hours, weights, Path(output))
+        return init.make(photos, table, hours, weights, Path("run.yaml"))[1]
+    init.init(photos, table, hours, weights, typed_path(output))
     return load_config(output)
 
 

@@ -179,8 +179,8 @@ def test_train_says_that_it_needs_the_main_thread(tmp_path):
 def test_init_config_returns_or_writes_a_config(tmp_path, monkeypatch):
     monkeypatch.setattr(survey, "_timed_step", lambda *_: 1e11)
     write_images(tmp_path / "photos", *(f"{i}.jpg" for i in range(8)))
-    made = fastsuncet.init_config(tmp_path / "photos", hours=0.1, weights="none")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = fastsuncet.init_config("~/photos", hours=0.1, weights="none")
     assert made.data.kind == "images" and made.data.root == str(tmp_path / "photos")
-    file = tmp_path / "mine.yaml"
-    written = fastsuncet.init_config(tmp_path / "photos", hours=0.1, weights="none", output=file)
+    written = fastsuncet.init_config("~/photos", hours=0.1, weights="none", output="~/mine.yaml")
     assert written.data == made.data and written.logging.write_tag == "mine"
