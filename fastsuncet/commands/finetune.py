@@ -86,16 +86,18 @@ def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, s
         elif encoder.trained is not None:
             shown, known = left_to_judge(images, Path(encoder.source), place)
         require_norm(sized, place, encoder)
+        if records:
+            say("")
         job = FineTuningJob(sized, place, shown, encoder, several, known)
         record, result, new = job.run(signals, heading(job, brief=bool(records)), say)
         records.append(record)
         accuracy, *more = accuracy_lines(record)
-        files = [] if result is None else [*written(result), ""]
+        files = [] if result is None else written(result)
         for line in (accuracy + ("" if new else " (done before)"), *more, *files):
             say(line)
         if result is not None:
             send_results(config, [result])
-    for line in accuracy_table(records) if len(records) > 1 else ():
+    for line in ("", *accuracy_table(records)) if len(records) > 1 else ():
         say(line)
 
 

@@ -89,6 +89,7 @@ def test_finetune_result_is_the_accuracy_of_the_saved_network(whole, capsys):
         "of 355 images, standard error",
     ):
         assert part in printed
+    assert not printed.endswith("\n")
     (record,) = results(runs)
     assert record["kind"] == "finetune" and record["images"] == 355
     right = sum(of["predicted"].get(name, 0) for name, of in record["classes"].items())
@@ -214,8 +215,8 @@ def test_finetune_of_every_checkpoint_skips_a_deleted_one_and_prints_a_table(run
     assert {path.name for path in folder(runs).parent.iterdir()} == {"bernoulli0.1-step_00000009", TAG}
     out = capsys.readouterr().out
     assert out.count("(done before)") == 1
-    table = out.strip().splitlines()[-3:]
-    assert table[0].split() == ["step", "epoch", "top", "1", "top", "5"]
+    blank, *table = out.splitlines()[-4:]
+    assert not blank and table[0].split() == ["step", "epoch", "top", "1", "top", "5"]
     assert table[1].split()[:2] == ["9", "2.25"]
 
 
