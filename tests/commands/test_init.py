@@ -191,6 +191,12 @@ def test_init_refuses_options_and_writes_nothing(photos, capsys, words, code, sa
     assert said in capsys.readouterr().err and not Path("mine.yaml").exists()
 
 
+def test_init_names_a_missing_folder_before_an_output_that_exists(photos, capsys):
+    Path("mine.yaml").touch()
+    for folder, code, said in (("gone", 3, "no data folder gone"), ("photos", 2, "mine.yaml exists")):
+        assert run(folder) == code and said in capsys.readouterr().err
+
+
 def test_init_refuses_too_few_images_before_it_times_the_machine(photos, monkeypatch, capsys):
     monkeypatch.setattr(survey, "machine", mock.Mock(side_effect=AssertionError))
     for i in range(10):

@@ -16,6 +16,7 @@ from fastsuncet.distributed.place import expected_ranks
 from fastsuncet.errors import ConfigError
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
+from pipelines.datasets.folders import existing_folder
 from pipelines.datasets.index_file import save_index
 from pipelines.output import say_line
 
@@ -27,6 +28,7 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     an output that exists and for hours, weights or images that no config fits, DataError for images and labels that
     cannot be read.
     """
+    existing_folder(folder)
     with disk_errors(output, "--output"):
         if atomic_files.exists(output):
             raise ConfigError(f"{output} exists, and init replaces no file: name another with --output")
@@ -50,7 +52,7 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     say_line(f"{'length':<9}{plan.updates:,} updates, about {plan.hours:.2g} hours here")
     for note in plan.notes:
         say_line(f"{'note':<9}{note}")
-    say_line(f"{'wrote':<9}{output}, {text.count(chr(10))} lines, each with its reason")
+    say_line(f"{'wrote':<9}{output}, {text.count(chr(10))} lines, with reasons")
     config = shlex.quote(str(output))
     say_line(f"{'next':<9}fastsuncet train {config}")
     if found.labels:
