@@ -86,7 +86,7 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
     for each in close[:BETWEEN]:
         pairs[" or ".join(map(_isolated, sorted((each.label, each.second_label))))].append(each)
     parts += [_row(pair, pairs[pair], folder) for pair in sorted(pairs, key=lambda pair: -len(pairs[pair]))]
-    return html_page(f"Predictions of {folder.name}", STYLE, "\n".join(parts))
+    return html_page(f"Predictions of {folder}", STYLE, "\n".join(parts))
 
 
 def html_page(title: str, style: str, body: str, *, head: str = "", script: str = "") -> str:
