@@ -22,9 +22,7 @@ from fastsuncet.commands.folder_pass import (
 )
 from fastsuncet.commands.prediction_page import Prediction, prediction_page
 from fastsuncet.config import Config
-from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.classifier import Classifier, best_classifier, describe, fitted_to, run_of
-from fastsuncet.evaluation.encoder import Encoder
 from pipelines import atomic_files
 from pipelines.datasets.folders import existing_folder, image_tree
 from pipelines.datasets.index import ImageIndex
@@ -32,8 +30,8 @@ from pipelines.output import say_line
 
 FORMATS = (".csv", ".parquet")
 UNSURE = 0.5  # below this probability a second class, or all others together, are as likely
-
-
+# Takes whether images are turned upright; returns them and their names.
+Opened = Callable[[bool], tuple[ImageIndex, Sequence[str]]]
 COLUMNS = ("file", "class", "probability", "second_class", "second_probability")
 
 
@@ -74,17 +72,18 @@ def predict(
     if page:
         refuse_existing(shown, force)
     existing_folder(folder)  # before a classifier is fitted
-    place = one_process()
+
+    def opened(upright: bool) -> tuple[ImageIndex, Sequence[str]]:
+        index = image_tree(folder, upright=upright)
+        return index, [index.name(i) for i in range(len(index))]
 
     def save(path: Path, rows: np.ndarray) -> None:
-        _save(path, _predictions(rows, index.name, classifier.classes))
+        _save(path, _predictions(rows, names, classifier.classes))
 
     with advising_skip_bad(skip_bad):
-        encoder, classifier = _loaded(where, place, skip_bad)
-        index = image_tree(folder, upright=known_view(encoder).upright)
-        network = TwoBest(encoder.module, classifier.layer)
-        work = FolderPass(network, network.width, index, known_view(encoder), place, batch, skip_bad)
+        work, names, classifier = _begun(where, opened, batch, skip_bad)
         rows = work.write(output, save, force=force)
+    index = work.index
     decoded = ~np.isnan(rows[:, 1])
     new = decoded & ~fitted_to(classifier, index)
     counted = new if new.any() else decoded
@@ -93,7 +92,7 @@ def predict(
         say_line(line)
     say_line(f"wrote {output}: {len(index) - len(work.skipped):,} images")
     if page:
-        every = _predictions(rows, index.name, classifier.classes)
+        every = _predictions(rows, names, classifier.classes)
         found = [each for each, kept in zip(every, counted) if kept and isinstance(each, Prediction)]
         about = [*([] if classifier.worth is None else describe(classifier)), *summary]
         text = prediction_page(found, folder, about)
@@ -105,26 +104,22 @@ def predict(
 
 def predictions(
     where: Path | Config,
-    opened: Callable[[bool], tuple[ImageIndex, Sequence[str]]],
+    opened: Opened,
     *,
     batch: int = 256,
     skip_bad: bool = False,
 ) -> list[Prediction]:
-    """Return the predictions of `predict` without a file, those of skipped images left out.
-
-    `opened(upright)` returns the images and their names.
-    """
-    place = one_process()
-    encoder, classifier = _loaded(where, place, skip_bad)
-    index, names = opened(known_view(encoder).upright)
-    network = TwoBest(encoder.module, classifier.layer)
-    rows = FolderPass(network, network.width, index, known_view(encoder), place, batch, skip_bad).rows()
-    found = _predictions(rows, names.__getitem__, classifier.classes)
+    """Return the predictions of `predict` without a file, those of skipped images left out."""
+    work, names, classifier = _begun(where, opened, batch, skip_bad)
+    found = _predictions(work.rows(), names, classifier.classes)
     return [each for each in found if isinstance(each, Prediction)]
 
 
-def _loaded(where: Path | Config, place: Place, skip_bad: bool) -> tuple[Encoder, Classifier]:
-    """Return the encoder in `where` and the best classifier of its run; print what this is worth."""
+def _begun(
+    where: Path | Config, opened: Opened, batch: int, skip_bad: bool
+) -> tuple[FolderPass, Sequence[str], Classifier]:
+    """Return the pass of `TwoBest` over the images, their names, and the classifier; print what this is worth."""
+    place = one_process()
     encoder, config = encoder_of(where)
     run = run_of(encoder, config)
     if skip_bad:
@@ -132,15 +127,17 @@ def _loaded(where: Path | Config, place: Place, skip_bad: bool) -> tuple[Encoder
     encoder, classifier, lines = best_classifier(encoder, config, place, run, skip_bad=skip_bad)
     for line in lines:
         say_line(line)
-    return encoder, classifier
+    view = known_view(encoder)
+    index, names = opened(view.upright)
+    network = TwoBest(encoder.module, classifier.layer)
+    return FolderPass(network, network.width, index, view, place, batch, skip_bad), names, classifier
 
 
 def _predictions(
-    rows: np.ndarray, name_of: Callable[[int], str], classes: tuple[str, ...]
+    rows: np.ndarray, names: Sequence[str], classes: tuple[str, ...]
 ) -> Iterator[Prediction | str]:
     """Yield the prediction of each image from its row of `TwoBest`; the file's name alone for a skipped one."""
-    for number, row in enumerate(rows.tolist()):
-        name, (first, probability, second, other) = name_of(number), row
+    for name, (first, probability, second, other) in zip(names, rows.tolist(), strict=True):
         if math.isnan(first):
             yield name
         else:
