@@ -48,7 +48,6 @@ STABLE = 1.0
 CLIP = 1.0
 LINES = 100  # of metrics per fit, at most: a transfer grid has dozens of fits
 SAVES = 20  # per fit, at most: a kill then costs a twentieth of it
-REMEDY = "Set these back to continue it, or remove that folder to begin again."
 
 
 def resolve_batch(config: Config, section: str, images: int, of: str, world_size: int, passes: int) -> int:
@@ -169,13 +168,12 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         identity: dict[str, Any],  # of `fit_identity`: what must not change in `folder`
         *,
         steps: int,  # updates
-        remedy: str = REMEDY,
         frozen: Frozen | None = None,  # the classifier starts from its weights; None: at zero
         # torch's, the fraction of the running statistics that a batch replaces; None: the encoder's
         bn_momentum: float | None = None,
     ):
         self.encoder, self.place, self.config, self.steps = encoder, place, config, steps
-        self.folder, self.identity, self.remedy = folder, identity, remedy
+        self.folder, self.identity = folder, identity
         self.classes = list(train.classes)
         f, a = config.finetune, config.data.augmentation
         (self.images, lr), classes = sizes(config), len(train.classes)
@@ -292,9 +290,9 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
         if "fit" not in meta:
             raise CheckpointError(
-                f"{self.folder} holds checkpoints that are not a fine-tuning's. {self.remedy}"
+                f"{self.folder} holds checkpoints that are not a fine-tuning's: remove that folder to begin again"
             )
-        refuse_changed(meta["fit"], self.identity, self.folder, self.remedy)
+        refuse_changed(meta["fit"], self.identity, self.folder)
 
 
 def fit(

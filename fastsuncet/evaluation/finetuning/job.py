@@ -59,7 +59,6 @@ LEAST_UPDATES = 300  # of a fine-tuning that starts from the linear classifier: 
 # Accuracies of the frozen encoder in a record, and their names in its line.
 FROZEN = {"linear": "linear", "knn": "k-NN", "knn_random_crops": "k-NN of random crops"}
 LEARNED = 0.9  # of the training crops: with fewer right, the training has not fitted the labels
-REMEDY = "Set these back, or keep both: finetune.write_tag=ANOTHER_NAME. To begin again, remove that folder."
 
 
 def resolve_sizes(config: Config, images: Images, place: Place) -> Config:
@@ -144,7 +143,7 @@ class FineTuningJob:
 
         with exclusive_run_folder(self.folder, self.place):
             where = (self.folder / RESULT, identity, self.place)
-            kept, new = record_once(*where, make, REMEDY, usable)
+            kept, new = record_once(*where, make, usable)
             for line in () if new else heading[:2]:
                 say(line)
             # As they are named now: with those of a run that was moved since, it would be a second result.
@@ -164,7 +163,7 @@ class FineTuningJob:
         if config.finetune.head == "linear":
             frozen = measure_frozen(self.encoder, images, config, self.place, steps)
         where = (config, self.place, folder, fit_identity(config, self.encoder, images.train, chosen))
-        options = {"steps": steps, "remedy": REMEDY, "frozen": frozen}
+        options = {"steps": steps, "frozen": frozen}
         task = FineTuning(self.encoder, images.train, chosen, *where, **options)
         evaluated = np.arange(0 if held_out is None else len(held_out))
         logits, trainer = fit(task, held_out, evaluated, signals)

@@ -84,7 +84,7 @@ def fit_identity(
     }
 
 
-def refuse_changed(old: dict[str, Any], new: dict[str, Any], where: Path, remedy: str) -> None:
+def refuse_changed(old: dict[str, Any], new: dict[str, Any], where: Path) -> None:
     """Raise CheckpointError, which names each key that differs, if `where` was begun with other settings."""
 
     def shown(value: Any) -> str:  # a long digest cut short
@@ -92,14 +92,17 @@ def refuse_changed(old: dict[str, Any], new: dict[str, Any], where: Path, remedy
 
     pairs = {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())}
     if lines := [f"\n  {key}: {shown(a)} there, {shown(b)} now" for key, (a, b) in pairs.items() if a != b]:
-        raise CheckpointError(f"{where} was begun with other settings:{''.join(lines)}\n{remedy}")
+        raise CheckpointError(
+            f"{where} was begun with other settings:{''.join(lines)}\nSet these back, or remove that folder to begin "
+            "again. `fastsuncet finetune` keeps both with finetune.write_tag=ANOTHER_NAME"
+        )
 
 
-def read_record(path: Path, identity: dict[str, Any], remedy: str) -> dict[str, Any] | None:
+def read_record(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """Return the record in `path`, None if there is none. Raises CheckpointError for a damaged or another's record."""
     try:
         record = json.loads(path.read_bytes())
-        refuse_changed(record["identity"], identity, path.parent, remedy)
+        refuse_changed(record["identity"], identity, path.parent)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -113,7 +116,6 @@ def record_once(
     identity: dict[str, Any],
     place: Place,
     make: Callable[[], dict[str, Any]],
-    remedy: str,
     usable: Callable[[dict[str, Any]], bool] = lambda record: True,
 ) -> tuple[dict[str, Any], bool]:
     """Return the record in `path`, and whether `make` made it now, because there was none that is `usable`.
@@ -123,7 +125,7 @@ def record_once(
     """
 
     def read() -> dict[str, Any] | None:
-        record = read_record(path, identity, remedy)
+        record = read_record(path, identity)
         return record if record is not None and usable(record) else None
 
     if (record := on_rank_0(place, read)) is not None:

@@ -48,7 +48,6 @@ from pipelines import atomic_files
 from pipelines.output import Say, say_line
 from pipelines.sampling.augmentation import Center
 
-REMEDY = "Remove that folder to run the cell again."
 PER_CELL = ("finetune.lr", "finetune.weight_decay")
 FROM_RETRAINED = ("lr", "weight_decay", "weight_decay_over_lr", "train_images", "images", "classes")
 RUNNING = "    skipped: another process is running this cell"
@@ -74,7 +73,7 @@ class DatasetGrid:
     def finished(self) -> dict[Cell, CellResult]:
         """Return the records of the finished cells. Raises CheckpointError for a damaged one."""
         paths = [self.folder / cell.name / "cell.json" for cell in self.cells]
-        records = on_rank_0(self.place, lambda: [read_record(path, self.identity, REMEDY) for path in paths])
+        records = on_rank_0(self.place, lambda: [read_record(path, self.identity) for path in paths])
         return {cell: record for cell, record in zip(self.cells, records, strict=True) if record is not None}
 
     def run(self, cell: Cell, *, retrain: bool = False) -> tuple[CellResult | None, bool]:
@@ -115,7 +114,7 @@ class DatasetGrid:
         with lock_folder(path.parent, self.place) as locked:
             if not locked:
                 return None, False
-            record, new = record_once(path, self.identity, self.place, make, REMEDY)
+            record, new = record_once(path, self.identity, self.place, make)
             if self.place.first:
                 # 56 cells' checkpoints of a ResNet-50 would be 10 GB. A kill after the record was written leaves some.
                 atomic_files.remove(checkpoints)
