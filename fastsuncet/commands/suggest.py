@@ -104,10 +104,9 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
         say_line(line)
     pool, values = (np.delete(each, list(skipped), 0) for each in (pool, values))
     if (left := int((~labeled[pool]).sum())) < count:
-        images = f"images of {config.data.root or config.data.pack} that can be read have no label"
-        raise DataError(
-            f"--count {count}: only {left:,} {images}" + (f"; give --count {left}" if left else "")
-        )
+        images = f"images of {config.data.root or config.data.pack} that can be read"
+        few = f"--count {count}: only {left:,} {images} have no label; give --count {left}"
+        raise DataError(few if left else f"all {images} have a label, so there is none to suggest")
     features, known = (torch.from_numpy(x).to(place.device) for x in (values, labeled[pool]))
     rows = typical(features, known, count, config.meta.seed)
     chosen = pool[rows.cpu().numpy()].tolist()

@@ -96,3 +96,9 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, capsys):
     picture(run.parent / "mine" / "later.png", "red", 40)
     assert cli.main([*words, "--page", "--force"]) == 0
     assert capsys.readouterr().out.count("has 1 new image, left out") == 1
+
+
+@pytest.mark.slow
+def test_suggest_says_that_all_images_have_a_label(run, capsys):
+    assert cli.main(["suggest", str(run), "--output", "next.csv"]) == 3
+    assert "can be read have a label, so there is none" in capsys.readouterr().err
