@@ -26,7 +26,6 @@ from fastsuncet.distributed.collectives import any_rank, broadcast
 from fastsuncet.distributed.ddp import parallel
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder, linear_layer
 from fastsuncet.evaluation.features import evaluation_view, outputs
 from fastsuncet.evaluation.finetuning.frozen import Frozen, measure_statistics
@@ -288,11 +287,7 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         }
 
     def check_resume_compatible(self, meta: dict[str, Any]) -> None:
-        if "fit" not in meta:
-            raise CheckpointError(
-                f"{self.folder} holds checkpoints that are not a fine-tuning's: remove that folder to begin again"
-            )
-        refuse_changed(meta["fit"], self.identity, self.folder)
+        refuse_changed(meta.get("fit", {}), self.identity, self.folder)
 
 
 def fit(
