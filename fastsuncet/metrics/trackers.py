@@ -20,7 +20,7 @@ import numpy as np
 from fastsuncet.config import Config, flat
 from fastsuncet.config.reader import as_yaml
 from pipelines import atomic_files
-from pipelines.output import Say, say_line
+from pipelines.output import Say, counted, say_line
 
 PARAMS = 100  # in a call, at most: MLflow refuses more
 # Seconds that a run waits for a tracker, at its start and at its end. Schedulers kill a stopped job after 30.
@@ -47,9 +47,6 @@ class Tracker:
     def text(self, name: str, text: str, step: int) -> None:
         """Add a text, a JSON file for example."""
 
-    def flush(self) -> None:
-        """Write what is not on the disk yet."""
-
     def close(self) -> None:
         """Wait until all is written. Raises where something could not be sent."""
 
@@ -67,7 +64,7 @@ class TensorBoard(Tracker):
         self.where = f"TensorBoard, {folder / 'tensorboard'}"
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
         self._step = max(0, (purge_step or 0) - 1)  # that a continued run begins with
-        self.flush, self.close = self._writer.flush, self._writer.close
+        self.close = self._writer.close
 
     def settings(self, config: Config) -> None:
         from torch.utils.tensorboard.summary import hparams
@@ -82,6 +79,7 @@ class TensorBoard(Tracker):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # or a kill could lose those of two minutes
 
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         self._writer.add_image(name, pixels, step, dataformats="HWC")
@@ -142,8 +140,8 @@ class WeightsAndBiases(Tracker):
 class MLflow(Tracker):
     """One MLflow run of `experiment`, the same over all restarts in `folder`; a step can then have two values.
 
-    A file FOLDER/mlflow.db, and FOLDER/mlflow for artifacts, unless MLFLOW_TRACKING_URI names a server. Numbers that it
-    did not take, after MLflow's own attempts of some minutes, are reported at the end: the server can come back.
+    A file FOLDER/mlflow.db, and FOLDER/mlflow for artifacts, unless MLFLOW_TRACKING_URI names a server. Lines that it did
+    not take, after MLflow's own attempts of some minutes, are counted at the end: the server can come back.
     """
 
     def __init__(self, experiment: str, folder: Path, name: str, purge_step: int | None):
@@ -165,7 +163,7 @@ class MLflow(Tracker):
         tags = {"fastsuncet_folder": mark}
         run = found[0] if found else self._client.create_run(number, tags=tags, run_name=name)
         self._id, self._params = run.info.run_id, set(run.data.params)
-        self._unsent: Exception | None = None
+        self._unsent: list[Exception] = []
         self._client.update_run(self._id, status="RUNNING")
 
     def settings(self, config: Config) -> None:
@@ -182,7 +180,7 @@ class MLflow(Tracker):
         try:
             self._client.log_batch(self._id, metrics)
         except Exception as error:
-            self._unsent = error
+            self._unsent.append(error)
 
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         self._client.log_image(self._id, pixels, artifact_file=f"{name}-step{step}.png")
@@ -191,8 +189,9 @@ class MLflow(Tracker):
         self._client.log_text(self._id, text, name)
 
     def close(self) -> None:
-        if self._unsent is not None:
-            raise self._unsent
+        if self._unsent:
+            lost = counted(len(self._unsent), "line")
+            raise OSError(f"{lost} of numbers not sent; the first: {self._unsent[0]}")
         self._client.set_terminated(self._id)
 
 

@@ -109,7 +109,6 @@ class MetricsWriter:
             os.fsync(self._csv)
         except OSError as error:
             raise self._refusal(error) from error
-        self._tell(lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """Close the files and the trackers. The lines are in the files already."""

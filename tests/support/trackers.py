@@ -9,6 +9,7 @@ import re
 import struct
 import sys
 from collections import defaultdict, namedtuple
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -141,7 +142,7 @@ class FakeMlflow(ModuleType):
     def __init__(self) -> None:
         super().__init__("mlflow")
         self.stores: dict[str, list] = {}
-        self.unsent: Exception | None = None  # what a call with numbers raises
+        self.unsent: Iterator[Exception] = iter(())  # what the next calls with numbers raise
         self.MlflowClient = lambda tracking_uri: FakeClient(self, tracking_uri)
 
     Metric = namedtuple("Metric", "key value timestamp step")
@@ -185,8 +186,8 @@ class FakeClient:
         self.update_run(number, "FINISHED")
 
     def log_batch(self, number, metrics=(), params=()):
-        if metrics and self.package.unsent:
-            raise self.package.unsent
+        if metrics and (error := next(self.package.unsent, None)):
+            raise error
         data = self._run(number).data
         assert len(params) <= 100
         for each in (*metrics, *params):
