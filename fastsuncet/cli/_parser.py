@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
             return options
         words = vars(options).pop("words")
         overrides = [each for each in words if OVERRIDE.match(each)]
-        files = [each for each in words if not OVERRIDE.match(each)]
+        files = [each for each in words if each and not OVERRIDE.match(each)]  # "$CONFIG" can be empty
         if not files:
             self.error(f"which config? For example: fastsuncet {' '.join(line)} digits_demo")
         if len(files) > 1:

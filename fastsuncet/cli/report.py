@@ -18,8 +18,8 @@ examples:
   fastsuncet report --paper                  the paper's curves and savings
   fastsuncet report --watch runs/in1k_10pct  then open runs/in1k_10pct/page.html
 
-figures: imagenet-10pct (the default) and imagenet-1pct are curves; transfer, related, npi and
-losses are single points
+figures: imagenet-10pct (the default), paws-10pct and paws-1pct are curves; imagenet-1pct,
+transfer, related, npi and losses are single points
 
 exit codes: 0 written; 2 no such metric or figure; 3 no such run, or it was not evaluated yet;
 5 a result is damaged, or the report cannot be written

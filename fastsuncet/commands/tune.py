@@ -37,6 +37,8 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
     """
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output} is not the name of a config: it must end in .yaml")
+    if not 0 < minutes < 100_000:
+        raise ConfigError(f"--minutes must be a number above 0 and below 100,000, not {minutes:g}")
     with disk_errors(output, "--output"):
         if atomic_files.exists(output):
             raise ConfigError(

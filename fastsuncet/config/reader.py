@@ -148,7 +148,8 @@ class Document:
             if not isinstance(name, yaml.ScalarNode):
                 raise ConfigErrors([Problem(above, "a key is a plain word, not a list or a section", origin)])
             if name.value in values:
-                text = f"written twice: first on line {self.origins[key].line}. Keep one"
+                first = self.origins[key].line
+                text = "written twice" + (f": first on line {first}" if first else "") + ". Keep one"
                 raise ConfigErrors([Problem(key, text, origin)])
             self.origins[key] = origin
             values[name.value] = self.build(value, key)

@@ -169,6 +169,7 @@ CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
         ("run.yaml", "unknown command run.yaml; did you mean `fastsuncet train run.yaml`?", ""),
         ("frobnicate", "unknown command frobnicate", ""),
         ("train", CONFIG_NEEDED, "train"),
+        ("train ", "which config? For example: fastsuncet train  digits_demo", "train"),
         ("train a.yaml b.yaml", TWO_CONFIGS, "train"),
         ("train run.yaml --dryrun", "unknown argument --dryrun; did you mean --dry-run?", "train"),
         ("train run.yaml --dry", "unknown argument --dry; did you mean --dry-run?", "train"),
@@ -191,7 +192,7 @@ CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
     ],
 )  # fmt: skip
 def test_main_ends_with_2_for_a_wrong_command_line(words, said, command, capsys):
-    assert cli.main(words.split()) == 2
+    assert cli.main(words.split(" ")) == 2
     prog = f"fastsuncet {command}".strip()
     assert capsys.readouterr().err == f"error: {said}\nSee `{prog} --help`\n"
 

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import signal
 from types import SimpleNamespace
 
@@ -59,9 +60,10 @@ def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(tmp_path, monkeypat
 
 def test_tune_replaces_no_file(tmp_path):
     (tmp_path / "fast.yaml").symlink_to("nowhere")
-    for name, problem in (("fast.yaml", "replaces no file"), ("fast.png", r"must end in \.yaml")):
+    wrong = [("fast.yaml", 1, "replaces no file"), ("fast.png", 1, r"must end in \.yaml")]
+    for name, minutes, problem in [*wrong, ("new.yaml", math.nan, "--minutes must be a number above 0")]:
         with pytest.raises(ConfigError, match=problem):
-            tune.tune(load_config("digits_demo"), [], 1, tmp_path / name)
+            tune.tune(load_config("digits_demo"), [], minutes, tmp_path / name)
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(CheckpointError, match=r"cannot be written: .*symbolic links"):
         tune.tune(load_config("digits_demo"), [], 1, tmp_path / "loop" / "fast.yaml")
