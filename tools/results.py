@@ -3,7 +3,7 @@
     python tools/results.py collect RUN_FOLDER ... --output docs/results/NAME/points.csv   # from runs to points
     python tools/results.py show docs/results/NAME/points.csv [--figure FILE.png]          # from points to the tables
     python tools/results.py runs docs/results/NAME/accuracies.csv   # from single runs to their table
-    python tools/results.py suggestions docs/results/suggestions/accuracies.csv
+    python tools/results.py arms docs/results/suggestions/accuracies.csv   # from paired arms to theirs
     python tools/results.py strengths docs/results/linear-strength/accuracies.csv
     python tools/results.py demo docs/demo                      # from the files of `fastsuncet demo` to the tables
 

@@ -221,8 +221,9 @@ def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypat
         "runs/ranked: not shown, it was not measured by top1; --metric takes its map11.",
     ):
         assert f"\n{said}\n" in text
-    knn = report(runs[:2], Path("out"), metrics=["knn"]).read_text()
+    knn = report(runs[:2], Path("out"), metrics=["knn", "top1", "top5"]).read_text()
     assert "training, data=digits |" in knn and "Nothing to compare" in knn
+    assert knn.count("| KNN, % |") == knn.count("| top-1, % | top-5, % |") == 1
 
 
 def test_report_refuses_with_a_message_and_writes_nothing(runs, capsys):

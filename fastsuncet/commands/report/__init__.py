@@ -83,8 +83,9 @@ def report(
     claimed = any(name in (paper.TEN, paper.ONE) for name in figures)
 
     lines, found = ["# Report", ""], [tables.methods_tables(panels, metric) for metric in chosen]
+    tops = [metric for metric in chosen if metric in ("top1", "top5")]
     for metric, (words, _) in zip(chosen, found):
-        if metric == chosen[0] or metric not in ("top1", "top5"):  # the table of one has both
+        if metric not in tops[1:]:  # the table of the first has both
             lines += [*tables.markdown(*words), ""]
     lines += [f"{note}." for note in dict.fromkeys(notes)] + ([""] if notes else [])
     lines += [*COSTS_NOTE, "", *_saved_section(panels, saved, baseline is not None)]

@@ -42,13 +42,13 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     others = [run for run in runs if run.exists() and not (run / "config.yaml").is_file()]
     # `runs/*` names the folder of the indices too.
     configs = {run: read_config(run) for run in runs if run not in others or others == list(runs)}
+    images = {run: data_set(config) for run, config in configs.items()}
     records = {run: read_results(run) for run in configs}
     for run, found in records.items():
         for setting in (record["setting"] for record in found if record["kind"] != "transfer"):
-            setting["data"] = setting.pop("validation", data_set(configs[run]))
+            setting["data"] = setting.pop("validation", images[run])
     # Over all runs: a setting that differs in one of them makes two measurements in all of them.
     splitting, notes = compare_settings([record for found in records.values() for record in found])
-    data_sets = len(set(map(data_set, configs.values())))
     homes: dict[Path, tuple[str, str, Config | None]] = {}  # (name, method, config) of each encoder's run
     table: dict[tuple[Path, Measurement], dict[int | None, list[Point]]] = {}
 
@@ -71,7 +71,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
             made = point(one.get("step"), one.get("epoch"), one.get("ledger") or {}, dict(record["metrics"]))
             add(home, kind._replace(variant=parts), made)
         for measurement, made in _online(run, config):
-            parts = [measurement.variant, f"data={data_set(config)}" if data_sets > 1 else ""]
+            parts = [measurement.variant, f"data={images[run]}" if len({*images.values()}) > 1 else ""]
             add(str(run), measurement._replace(variant=", ".join(filter(None, parts))), made)
     curves = []
     for (home, measurement), by_step in table.items():
