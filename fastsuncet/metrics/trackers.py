@@ -265,8 +265,8 @@ class Trackers:
     def __init__(self, config: Config, folder: Path, purge_step: int | None = None, say: Say = say_line):
         self._callers: list[Caller] = []
         require_packages(config)
-        inside = folder.is_relative_to(config.logging.folder)
-        name = str(folder.relative_to(config.logging.folder)) if inside else folder.name
+        runs = config.run_folder.parent
+        name = str(folder.relative_to(runs)) if folder.is_relative_to(runs) else folder.name
         for key, asked in config.logging.trackers.items():
             self._callers.append(Caller(TRACKERS[key], say, asked, folder, name, purge_step))
 

@@ -81,7 +81,8 @@ def test_tracker_holds_config_numbers_views_and_results_of_a_continued_run(tmp_p
 
 
 def test_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch):
-    fake, config = support.stand_in(monkeypatch, "wandb"), config_of(tmp_path, "wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fake, config = support.stand_in(monkeypatch, "wandb"), config_of(tmp_path, "wandb", "logging.folder=~")
     monkeypatch.delenv("WANDB_ERROR_REPORTING")
     assert "offline; WANDB_MODE=online" in run(config, 0, 1)[0]
     assert trackers.os.environ["WANDB_ERROR_REPORTING"] == "false"
@@ -91,6 +92,8 @@ def test_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch):
     assert before["name"] == config.logging.write_tag
     assert (before["mode"], after["mode"]) == ("offline", "online")
     assert before | {"mode": ""} == after | {"mode": ""}, "the same run, continued"
+    Trackers(config, config.run_folder / "finetune" / "labels10").close()
+    assert fake.begun[-1]["name"] == f"{before['name']}/finetune/labels10"
 
 
 def test_mlflow_writes_to_a_server_and_reports_what_was_not_sent(tmp_path, monkeypatch):
