@@ -18,6 +18,7 @@ passed on to the running command, and its exit code 75 is passed back.
     train:
     finetune: {set: {finetune.epochs: 90}, every_checkpoint: true}
     evaluate knn: {vary: {evaluation.knn_k: [10, 20]}}
+    evaluate npi: {encoder: finetune/a}     a path below the run's folder
 
 examples:
   fastsuncet sweep paper/cifar10_suncet --dry-run

@@ -140,8 +140,8 @@ class WeightsAndBiases(Tracker):
 class MLflow(Tracker):
     """One MLflow run of `experiment`, the same over all restarts in `folder`; a step can then have two values.
 
-    A file FOLDER/mlflow.db, and FOLDER/mlflow for artifacts, unless MLFLOW_TRACKING_URI names a server. Lines that it did
-    not take, after MLflow's own attempts of some minutes, are counted at the end: the server can come back.
+    A file FOLDER/mlflow.db, and FOLDER/mlflow for artifacts, unless MLFLOW_TRACKING_URI names a server. Lines that it
+    did not take, after MLflow's own attempts of some minutes, are counted at the end: the server can come back.
     """
 
     def __init__(self, experiment: str, folder: Path, name: str, purge_step: int | None):

@@ -1,21 +1,4 @@
-"""A sweep as one YAML file: a config, what varies in it, and the commands for each of its runs.
-
-base: cifar10_suncet.yaml                        a config, relative to the sweep's own folder
-name: cifar10_suncet-p{data.split.fraction}      of each run; null: the sweep's name and what varies
-set: {checkpoint.every_epochs: 50}               the same in all runs
-vary:                                            a run for each combination
-  data.split.fraction: [0.01, 0.1]
-  meta.seed: [0, 1]
-runs:                                            a run for each entry (and for each combination, where both are given)
-  suncet: {criterion.supervision: suncet}
-  baseline: {base: cifar10_simclr.yaml}          with its own config
-commands:                                        for each run, in this order; a list [train, finetune] is enough
-  train:
-  finetune:
-    set: {finetune.epochs: 90}                   for this command alone; vary and runs repeat it
-    every_checkpoint: true
-  evaluate npi: {encoder: finetune/labels10}     a path below the run's folder
-"""
+"""A sweep as one YAML file, which the help of cli/sweep.py shows: a config, what varies in it, and the commands."""
 
 import os
 from collections.abc import Iterator
