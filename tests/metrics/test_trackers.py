@@ -82,10 +82,8 @@ def test_tracker_holds_config_numbers_views_and_results_of_a_continued_run(tmp_p
 
 def test_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    fake, config = (
-        support.stand_in(monkeypatch, "wandb"),
-        config_of(tmp_path, "wandb", "logging.folder=~/runs"),
-    )
+    fake = support.stand_in(monkeypatch, "wandb")
+    config = config_of(tmp_path, "wandb", "logging.folder=~/runs")
     monkeypatch.delenv("WANDB_ERROR_REPORTING")
     assert "offline; WANDB_MODE=online" in run(config, 0, 1)[0]
     assert trackers.os.environ["WANDB_ERROR_REPORTING"] == "false"
