@@ -56,14 +56,16 @@ def disk_errors(path: Path, setting: str = "logging.folder") -> Iterator[None]:
         ) from error
 
 
-def refuse_existing(output: Path, force: bool) -> None:
+def refuse_existing(output: Path, force: bool | None) -> None:
     """Raise ConfigError where there is something at `output` that --force does not allow to be replaced.
 
-    Raises CheckpointError where nothing can be written, before the work and not after it.
+    `force` is None for a command without --force. Raises CheckpointError where nothing can be written, before the work
+    and not after it.
     """
     with disk_errors(output, "--output"):
         if not force and atomic_files.exists(output):
-            raise ConfigError(f"--output {output} exists. Choose another name, or add --force to replace it")
+            remedy = "remove it" if force is None else "add --force to replace it"
+            raise ConfigError(f"--output {output} exists. Choose another name, or {remedy}")
         folder = next(folder for folder in output.absolute().parents if atomic_files.exists(folder))
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from fastsuncet.checkpoint.run_folder import RunStatus, disk_errors
+from fastsuncet.checkpoint.run_folder import RunStatus, refuse_existing
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.train import check_before_images
 from fastsuncet.config import Config
@@ -39,11 +39,7 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
         raise ConfigError(f"--output {output} is not the name of a config: it must end in .yaml")
     if not 0 < minutes < 100_000:
         raise ConfigError(f"--minutes must be a number above 0 and below 100,000, not {minutes:g}")
-    with disk_errors(output, "--output"):
-        if atomic_files.exists(output):
-            raise ConfigError(
-                f"--output {output} exists, and tune replaces no file: choose another name, or remove it"
-            )
+    refuse_existing(output, None)
     check_before_images(config)
     # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
     status = output.with_name(f".preempted-{output.stem}.json")

@@ -168,7 +168,7 @@ CASES = {
     "an output that exists": Case(
         lambda: [Path(name).write_text("mine") for name in ("mine.yaml", "out.csv")],
         (2, "exists. Choose another name, or add --force"),
-        init=(2, "mine.yaml exists, and init replaces no file"),
+        init=(2, "mine.yaml exists. Choose another name, or remove it"),
         train=GOOD,
     ),
 }

@@ -60,13 +60,15 @@ def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(tmp_path, monkeypat
 
 def test_tune_replaces_no_file(tmp_path):
     (tmp_path / "fast.yaml").symlink_to("nowhere")
-    wrong = [("fast.yaml", 1, "replaces no file"), ("fast.png", 1, r"must end in \.yaml")]
+    wrong = [("fast.yaml", 1, "or remove it"), ("fast.png", 1, r"must end in \.yaml")]
     for name, minutes, problem in [*wrong, ("new.yaml", math.nan, "--minutes must be a number above 0")]:
         with pytest.raises(ConfigError, match=problem):
             tune.tune(load_config("digits_demo"), [], minutes, tmp_path / name)
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(CheckpointError, match=r"cannot be written: .*symbolic links"):
-        tune.tune(load_config("digits_demo"), [], 1, tmp_path / "loop" / "fast.yaml")
+    (tmp_path / "file").touch()
+    for name, problem in (("loop", "symbolic links"), ("file", "Not a directory")):  # before the first trial
+        with pytest.raises(CheckpointError, match=f"cannot be written: .*{problem}"):
+            tune.tune(load_config("digits_demo"), [], 1, tmp_path / name / "fast.yaml")
 
 
 def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from fastsuncet.checkpoint.run_folder import disk_errors
+from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.init import survey
 from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose, require_learnable
 from fastsuncet.config import Config
@@ -29,9 +29,7 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     cannot be read.
     """
     existing_folder(folder)
-    with disk_errors(output, "--output"):
-        if atomic_files.exists(output):
-            raise ConfigError(f"{output} exists, and init replaces no file: name another with --output")
+    refuse_existing(output, None)
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output} must end in .yaml")
     if not output.parent.is_dir():
