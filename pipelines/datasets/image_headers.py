@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -207,6 +208,11 @@ def file_stamps(root: Path, names: Sequence[str]) -> np.ndarray:
     return stamps
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    # Opening a pipe would wait for its writer.
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read_headers(
     root: Path, names: Sequence[str], progress: Progress | None = None, *, upright: bool = False
 ) -> Headers:
@@ -219,9 +225,12 @@ def read_headers(
     def size_of(row: int) -> tuple[int, int]:
         path, size = os.path.join(root, names[row]), None
         # No file, or no access: PIL gives the reason.
-        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0, opener=_without_waiting) as file:
             # The stamp first: a file that changes while it is read is then seen as changed the next time.
-            stamps[row] = stamp(os.fstat(file.fileno()))
+            status = os.fstat(file.fileno())
+            stamps[row] = stamp(status)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("not a regular file")
             size = _jpeg_size(file.fileno(), upright)
         return size or image_size(path, upright=upright)
 

@@ -194,6 +194,9 @@ def test_links_are_followed_to_files_inside_the_root_only(tmp_path):
         with pytest.raises(DataError, match=r"b is a link to a folder.*cp -rlL"):
             image_folder(root)
         place.unlink()
+    os.mkfifo(link)  # opened as a file is, it would wait for a writer
+    assert image_folder(root).bad == {2: "not a regular file", 3: "no such file"}
+    link.unlink()
     link.symlink_to(link)
     with pytest.raises(DataError, match=r"cannot follow .*3\.jpg: Too many levels of symbolic links"):
         image_folder(root)
