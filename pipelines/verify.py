@@ -127,7 +127,7 @@ def _flaw(index: ImageIndex, i: int) -> str | None:
         if cut_off := _cut_off(image):
             return cut_off
         now, length = index.rgb(i).shape[:2], index.length_now(i)
-    except ValueError as problem:  # absent, empty, no image, a GIF, too many pixels
+    except ValueError as problem:  # absent, empty, no image, too many pixels
         return str(problem)
     except OSError as problem:
         return f"cannot be read: {problem.strerror or problem}"
@@ -145,7 +145,8 @@ def _refusal(error: RuntimeError) -> str:
     """Return the line that names the cause: DALI's errors begin with a traceback of the graph's definition."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "rror" in line or "ailed" in line or "ailure" in line]
-    return f"damaged: {(telling or lines or [type(error).__name__])[-1]}"
+    said = (telling or lines or [type(error).__name__])[-1].rstrip(" :")
+    return f"the decoder refuses what PIL reads: save it anew ({said})"
 
 
 def _cut_off(image: Path | bytes) -> str | None:

@@ -97,29 +97,39 @@ def image_size(file: os.PathLike | str | bytes, *, upright: bool = False) -> tup
     """
     too_many = f"more than {MAX_PIXELS / 1e6:g} megapixels"
     try:
-        # GIF is recognized only to be named in the message: PIL reads it, the decoder does not.
-        with Image.open(_readable_by_pil(file), formats=(*FORMATS, "GIF")) as image:
-            (width, height), kind = image.size, image.format
-            # PIL turns TIFFs by this tag, DALI does not.
-            turned = kind == "TIFF" and image.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
+        with Image.open(_readable_by_pil(file), formats=FORMATS) as image:
+            width, height = image.size
+            unlike = image.format == "TIFF" and _differs_in_dali(image)
             if upright and orientation(image) >= 5:
                 width, height = height, width
     except FileNotFoundError:
         raise ValueError("no such file") from None
     except Image.UnidentifiedImageError:
         empty = (len(file) if isinstance(file, bytes) else os.path.getsize(file)) == 0
-        raise ValueError("an empty file" if empty else "not an image: no known header") from None
+        kinds = f"not an image in a format that is read ({', '.join(FORMATS)})"
+        raise ValueError("an empty file" if empty else kinds) from None
     except Image.DecompressionBombError:  # PIL's own limit, twice as many, comes first
         raise ValueError(too_many) from None
     except Exception as error:  # a broken header fails in as many ways as there are parsers
         raise ValueError(f"unreadable header: {type(error).__name__}: {error}") from error
-    if kind == "GIF":
-        raise ValueError("a GIF, which the decoder does not read: convert it to PNG or JPEG")
-    if turned:
-        raise ValueError("a TIFF with an orientation tag: save it upright")
+    if unlike:
+        raise ValueError("a TIFF that two decoders read differently: save it upright, as 8-bit RGB")
     if width * height > MAX_PIXELS:
         raise ValueError(f"{width} x {height} pixels, {too_many}")
     return height, width
+
+
+def _differs_in_dali(tiff: Image.Image) -> bool:
+    """Return whether PIL and DALI give a TIFF other pixels, or only one of them reads it."""
+    tags, base = tiff.getexif(), ExifTags.Base
+    in_planes = tags.get(base.PlanarConfiguration) == 2
+    return bool(
+        tags.get(base.Orientation) in range(2, 9)  # which PIL applies
+        or tiff.mode in ("F", "I", "LAB")
+        or tags.get(base.SamplesPerPixel) == 2  # gray with alpha
+        or 1 in np.atleast_1d(tags.get(base.ExtraSamples, ()))  # alpha that the colors are multiplied with
+        or (in_planes and (tiff.mode, np.max(tags[base.BitsPerSample])) != ("RGB", 8))
+    )
 
 
 def _jpeg_size(file: int, upright: bool) -> tuple[int, int] | None:

@@ -166,7 +166,7 @@ def test_init_names_what_it_leaves_out(photos, capsys):
     said = capsys.readouterr().out
     assert "note     10 labeled images are copies: 1.jpg (dog) of 0.jpg (cat), 10.jpg" in said
     assert "1 .heic files below photos are not read" in said
-    assert "bad      1 file cannot be read: broken.jpg (not an image: no known header)" in said
+    assert "bad      1 file cannot be read: broken.jpg (not an image in a format that is read" in said
     text = "classes that differ only in upper and lower case, or in the Unicode form: "
     assert f"note     {text}Dog, dog, e\u0301, \u00e9. Are they one?" in said
     assert "fastsuncet predict mine.yaml photos --output predictions.csv --page --skip-bad" in said

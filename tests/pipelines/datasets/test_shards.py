@@ -60,7 +60,7 @@ def test_open_pack_reads_shards_of_another_program(folder):
     assert index.labels.tolist() == [2, 0, -1, 1, -1]
     assert index.classes == ("class 0", "class 1", "class 2")
     assert index.sizes.tolist() == [[7, 11], [7, 12], [7, 13], [7, 14], [0, 0]]
-    assert index.bad == {4: "not an image: no known header"}
+    assert index.bad == {4: "not an image in a format that is read (JPEG, PNG, WEBP, BMP, TIFF)"}
     assert index.path(3) == folder / "a-001.tar" / "deep" / "4.jpg"
     assert [index.content(i) for i in (1, 2)] == [picture(12), picture(13, "PNG")]
     rows = index.pack.fetch(np.array([3, 0, 3]))
