@@ -93,7 +93,8 @@ def _expanded(pattern: str) -> Iterator[str]:
         return
     options = found[1].split(",")
     if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", found[1]):
-        options = [f"{n:0{len(numbers[1])}}" for n in range(int(numbers[1]), int(numbers[2]) + 1)]
+        first, last = map(int, numbers.groups())
+        options = [f"{n:0{len(numbers[1])}}" for n in range(first, last + 1)] or options  # {5..0} is no range
     for option in options:
         yield from _expanded(pattern[: found.start()] + option + pattern[found.end() :])
 

@@ -83,6 +83,7 @@ def test_open_pack_names_what_is_missing(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     for pattern, said in (
         ("shards/a-{000..002}.tar", r"no pack or shard .*a-002\.tar"),
+        ("shards/a-{001..000}.tar", r"no pack or shard .*a-001\.\.000\.tar"),
         ("empty", r"no pack or shard .*empty/\*\.tar"),
     ):
         with pytest.raises(DataError, match=said):
