@@ -178,7 +178,7 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
     except OSError as error:
         raise CannotWrite(
             f"cannot write the pack {folder}: {error.strerror or error}. {atomic_files.advice(error, '--output')} "
-            "The same command continues it"
+            f"The same command continues {part}"
         ) from error
     if before is None:
         open_pack(folder, like=index, upright=index.upright)
