@@ -128,7 +128,7 @@ def folder_times(root: Path, names: Sequence[str]) -> np.ndarray:
     def work(row: int) -> None:
         times[row] = folder_time(os.path.join(root, names[row]))
 
-    in_threads(work, len(names), chunk=16)
+    in_threads(work, len(names))
     return times
 
 

@@ -24,7 +24,7 @@ MAX_PIXELS = 100_000_000
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 # More than cores: on a network disk a header is nearly all waiting.
 THREADS = 16
-# Files per task: a future for each file would cost more than the file.
+# Files per task, at most: a future for each file would cost more than the file.
 _CHUNK = 256
 # Bytes read at a time to find the size of a JPEG: for four of five files of ImageNet one read is enough.
 _HEAD = 4096
@@ -162,13 +162,10 @@ def _jpeg_size(file: int, upright: bool) -> tuple[int, int] | None:
 
 
 def in_threads(
-    work: Callable[[int], None],
-    count: int,
-    threads: int = THREADS,
-    progress: Progress | None = None,
-    chunk: int = _CHUNK,
+    work: Callable[[int], None], count: int, threads: int = THREADS, progress: Progress | None = None
 ) -> None:
-    """Call work(row) for rows 0..count-1, `chunk` rows a task, in no order. Raises what a call raised."""
+    """Call work(row) for rows 0..count-1, in no order. Raises what a call raised."""
+    chunk = min(_CHUNK, 1 + count // threads)
 
     def rows_from(first: int) -> int:
         last = min(first + chunk, count)
@@ -214,7 +211,7 @@ def file_stamps(root: Path, names: Sequence[str]) -> np.ndarray:
         with contextlib.suppress(OSError):
             stamps[row] = stamp(os.stat(os.path.join(root, names[row])))
 
-    in_threads(work, len(names), chunk=min(_CHUNK, 1 + len(names) // THREADS))
+    in_threads(work, len(names))
     return stamps
 
 

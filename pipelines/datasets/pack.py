@@ -16,13 +16,14 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
-from pipelines.datasets.image_headers import THREADS, Progress, image_size, in_threads, read_sizes, stamp
+from pipelines.datasets.image_headers import THREADS, Progress, image_size, read_sizes, stamp
 from pipelines.datasets.index import ImageIndex, class_numbers
 from pipelines.datasets.index_file import load_index, load_own_index, save_index
 from pipelines.datasets.shards import CHECKSUM, MEMBER, Shards, require_inside, scan_shard
@@ -237,6 +238,7 @@ def _write_shards(index: ImageIndex, part: Path, progress: Progress | None) -> t
 
 def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray, progress: Progress | None) -> None:
     with (
+        ThreadPoolExecutor(THREADS) as readers,
         atomic_files.replacing(path) as stream,
         tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as tar,
     ):
@@ -248,7 +250,7 @@ def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray, progress: P
 
         for first in range(0, len(numbers), BLOCK):
             block = numbers[first : first + BLOCK].tolist()
-            for number, content in zip(block, _contents(index, block)):
+            for number, content in zip(block, readers.map(partial(_content, index), block)):
                 suffix = os.path.splitext(index.name(number))[1].lower()
                 add(f"{number:08d}{suffix}", content, CHECKSUM.format(f"{zlib.crc32(content):08x}"))
                 if index.labels[number] >= 0:
@@ -257,23 +259,16 @@ def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray, progress: P
                 progress(block[-1] + 1, len(index))
 
 
-def _contents(index: ImageIndex, numbers: list[int]) -> list[bytes]:
-    found = [b""] * len(numbers)
-    assert index.stamps is not None
-
-    def work(row: int) -> None:
-        path = index.path(numbers[row])
-        try:
-            found[row] = path.read_bytes()
-        except OSError as error:
-            raise DataError(
-                f"{path} cannot be packed: {error.strerror or error}; `fastsuncet data check` looks at every file"
-            ) from error
-        if len(found[row]) != lengths[row]:
-            raise DataError(
-                f"{path} has changed since its index was made: `fastsuncet data check` makes it again"
-            )
-
-    lengths = index.stamps[numbers, 0]
-    in_threads(work, len(numbers))
-    return found
+def _content(index: ImageIndex, number: int) -> bytes:
+    path = index.path(number)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be packed: {error.strerror or error}; `fastsuncet data check` looks at every file"
+        ) from error
+    if len(content) != index.stamps[number, 0]:  # pyright: ignore[reportOptionalSubscript]
+        raise DataError(
+            f"{path} has changed since its index was made: `fastsuncet data check` makes it again"
+        )
+    return content
