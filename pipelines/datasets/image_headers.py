@@ -215,11 +215,6 @@ def file_stamps(root: Path, names: Sequence[str]) -> np.ndarray:
     return stamps
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    # Opening a pipe would wait for its writer.
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def read_headers(
     root: Path, names: Sequence[str], progress: Progress | None = None, *, upright: bool = False
 ) -> Headers:
@@ -229,10 +224,13 @@ def read_headers(
     """
     stamps = np.full((len(names), 2), -1, np.int64)
 
+    def opened(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its writer
+
     def size_of(row: int) -> tuple[int, int]:
         path, size = os.path.join(root, names[row]), None
         # No file, or no access: PIL gives the reason.
-        with contextlib.suppress(OSError), open(path, "rb", buffering=0, opener=_without_waiting) as file:
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0, opener=opened) as file:
             # The stamp first: a file that changes while it is read is then seen as changed the next time.
             status = os.fstat(file.fileno())
             stamps[row] = stamp(status)

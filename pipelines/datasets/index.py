@@ -82,12 +82,12 @@ class ImageIndex:
             ("bad", [*self.bad], 0, n - 1),
             ("changed", self.changed, 0, n - 1),
         ):
-            if values is not None and len(values):
-                least, most = np.min(values), np.max(values)
-                if not lowest <= least <= most <= highest:
-                    raise DataError(
-                        f"{name} of the index reach from {least} to {most}, not {lowest} to {highest}"
-                    )
+            if (
+                values is not None
+                and len(values)
+                and not lowest <= np.min(values) <= np.max(values) <= highest
+            ):
+                raise DataError(f"{name} of the index must be from {lowest} to {highest}")
 
     def __len__(self) -> int:
         return len(self.files)
