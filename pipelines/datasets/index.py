@@ -76,18 +76,11 @@ class ImageIndex:
                 raise DataError(f"{name} of the index must be {wanted}, not {array.dtype} {array.shape}")
         if self.pack is not None and len(self.pack) != n:
             raise DataError(f"the pack holds {len(self.pack)} images, the index {n}")
-        for name, values, lowest, highest in (
-            ("labels", self.labels, -1, len(self.classes) - 1),
-            ("presence", self.presence, -1, 1),
-            ("bad", [*self.bad], 0, n - 1),
-            ("changed", self.changed, 0, n - 1),
-        ):
-            if (
-                values is not None
-                and len(values)
-                and not lowest <= np.min(values) <= np.max(values) <= highest
-            ):
-                raise DataError(f"{name} of the index must be from {lowest} to {highest}")
+        limits = {"presence": (-1, 1), "bad": (0, n - 1), "changed": (0, n - 1)}
+        for name, (low, high) in {"labels": (-1, len(self.classes) - 1), **limits}.items():
+            values = [*self.bad] if name == "bad" else getattr(self, name)
+            if values is not None and len(values) and not low <= np.min(values) <= np.max(values) <= high:
+                raise DataError(f"{name} of the index must be from {low} to {high}")
 
     def __len__(self) -> int:
         return len(self.files)
