@@ -316,7 +316,8 @@ def _timm_config(record: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the Hugging Face hub's timm models."""
     size = record["image_size"]
     pixels = {"input_size": [3, size, size], "mean": record["mean"], "std": record["std"]}
-    share = size * 10**6 // record["resize"] / 10**6  # rounded down: timm resizes to size / share, rounded down
+    # Rounded down, because timm resizes to size / share, rounded down.
+    share = size * 10**6 // record["resize"] / 10**6
     crop = {"crop_pct": share, "crop_mode": "center", "interpolation": "bilinear"}
     names = record["classes"] if record["classifier"] else []
     classes = {"num_classes": len(names), "first_conv": "conv1", "classifier": "fc"}
