@@ -27,7 +27,7 @@ from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.place import Place, expected_ranks, pick_device, should_start_ranks
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import Preempted
+from fastsuncet.errors import ConfigError, Preempted
 from fastsuncet.metrics.cost import open_energy_meter
 from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import build_model, width_of
@@ -216,8 +216,11 @@ def check_before_images(config: Config) -> None:
         from fastsuncet.metrics.trackers import require_packages
 
         require_packages(config)
-    for to in export_formats.exports(config):
-        export_formats.check(config, to)
+    try:
+        for to in export_formats.exports(config):
+            export_formats.check(config, to)
+    except ConfigError as error:
+        raise config.error("checkpoint.export", str(error)) from error
 
 
 def describe_groups(optimizer: torch.optim.Optimizer) -> str:

@@ -20,7 +20,8 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import export as command
 from fastsuncet.commands.embed import embed
 from fastsuncet.commands.export import export
-from fastsuncet.config import load_config
+from fastsuncet.commands.train import check_before_images
+from fastsuncet.config import ConfigErrors, load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation import encoder as encoders
@@ -299,6 +300,8 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
     monkeypatch.setattr(export_formats.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx and onnxscript: pip install onnx onnxscript"):
         export(tmp_path / "tiny", "onnx")
+    with pytest.raises(ConfigErrors, match=r"checkpoint\.export=\[onnx\]\n +an export to onnx needs"):
+        check_before_images(load_config("digits_demo", ["checkpoint.export=[onnx]"]))
 
 
 @pytest.mark.slow
