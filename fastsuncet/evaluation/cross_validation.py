@@ -37,18 +37,17 @@ def out_of_fold(
     """Return (numbers of the images that can be judged, int64 (n,), their rows, (n, ...)).
 
     Each fold of FOLDS is left out once, and classified by what `classify` learns from the others. An image that is the
-    only one of its class cannot be judged, and one that the encoder has `learned` from, bool (N,), tells nothing: it is
-    never left out. Without one that can be judged, both are empty.
+    only one of its class cannot be judged, and one that the encoder has `learned` from, bool (N,), tells nothing:
+    neither is ever left out. Without one that can be judged, both are empty.
     """
     fold_of, judged = folds(labels, seed), torch.bincount(labels)[labels] > 1
     if learned is not None:
         judged &= ~learned
-        fold_of = fold_of.masked_fill(learned, -1)
     numbers, rows = [labels.new_zeros(0)], []
     for fold in fold_of[judged].unique():
         left_out = (fold_of == fold) & judged
         numbers.append(left_out.nonzero()[:, 0])
-        rows.append(classify(fold_of != fold, left_out))
+        rows.append(classify(~left_out, left_out))
     found = torch.cat(numbers)
     order = found.argsort()
     return found[order], torch.cat(rows)[order] if rows else found
