@@ -74,9 +74,9 @@ def one_view(image, augmentation: Augmentation | Center, view: SimpleNamespace, 
     if isinstance(augmentation, Center):
         image = fn.slice(resize(image, view.resized), start=view.corner, shape=square, axes=(0, 1))
         return normalize(image, augmentation)
-    # Slicing before resizing stays within 1 gray level of torchvision except in the outermost rows and columns (up to
-    # 11: the kernel's overhang sees the edge repeated, where torchvision drops it). A region of interest of the resize
-    # operator reads beyond the crop and is off by up to 40 there.
+    # Slicing before resizing stays within 1 gray level of torchvision except in the outermost rows and columns (photos:
+    # up to 15 at size 224, 22 at 32; the kernel's overhang sees the edge repeated, where torchvision drops it). A
+    # region of interest of the resize operator reads beyond the crop and is off by up to 40 there.
     image = resize(fn.slice(image, start=view.corner, shape=view.extent, axes=(0, 1)), square)
     return (by_view_operator if view_operator else by_operators)(image, augmentation, view)
 
