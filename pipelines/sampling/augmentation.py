@@ -102,8 +102,8 @@ class Augmentation:
     blur_sigma: Range = setting((0.1, 2.0), "standard deviation of the blur, in pixels of the finished crop")
     blur_window: Window = setting(
         "auto",
-        "width of the blur kernel, in pixels; auto: 2 * ceil(3 * sigma) + 1, within 0.03 gray levels of SimCLR's 23 "
-        "at size 224",
+        "width of the blur kernel, in pixels; auto: 2 * ceil(3 * sigma) + 1, on average within 0.03 gray levels of "
+        "SimCLR's 23 at size 224",
     )
     mean: Mean = setting(
         (0.0, 0.0, 0.0), "subtracted from pixels in [0, 1]; the authors trained without normalization"

@@ -126,7 +126,7 @@ def write_rows(output: Path, number: int) -> None:
         if path.suffix == ".npz":
             embed._save(path, rows, images(), {})
         else:
-            predict._save(path, predict._predictions(rows, images().name, CLASSES))
+            predict._save(path, predict._predictions(rows, list(map(images().name, range(3))), CLASSES))
 
     network, place = nn.Flatten(), Place(0, 1, torch.device("cpu"))
     network.register_buffer("number", torch.tensor(number))  # another network, whose rows are not continued
