@@ -13,8 +13,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import torch
-
 from pipelines import code_cache
 from pipelines.backend import dali_problem
 from pipelines.data_errors import DataError
@@ -157,7 +155,9 @@ def kernels(widest_blur: int, device_id: int) -> bytes:
     """Return view.cu as compiled for a GPU. Raises DataError, also for a blur that is too wide for it."""
     if reason := too_wide(widest_blur):
         raise DataError(f"view_operator: true: {reason}. Set data.view_operator to auto or false.")
-    from pipelines import cuda_compiler  # only for a GPU
+    import torch  # only for a GPU, as all below
+
+    from pipelines import cuda_compiler
 
     try:
         arch = cuda_compiler.architecture(*torch.cuda.get_device_capability(device_id))

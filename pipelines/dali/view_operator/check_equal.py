@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import nvidia.dali.fn as fn
-import torch
 from nvidia.dali import pipeline_def
 
 from pipelines.dali import graphs
@@ -49,13 +48,17 @@ def both(
     device: str = "cpu",
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the views of `images`: those to compare with, made on the CPU, and the view operator's on `device`."""
-    arrays = [list(images), *[np.asarray(inputs[name]) for name in INPUTS]]
+    arrays, device_id = [list(images), *[np.asarray(inputs[name]) for name in INPUTS]], None
+    if device == "gpu":
+        import torch
+
+        device_id = torch.cuda.current_device()
 
     @pipeline_def(
         batch_size=len(images),
         num_threads=2,
         prefetch_queue_depth=1,
-        device_id=torch.cuda.current_device() if device == "gpu" else None,
+        device_id=device_id,
         exec_dynamic=True,
         enable_conditionals=True,
     )

@@ -4,8 +4,6 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from pipelines import atomic_files, code_cache
 from pipelines.backend import require_gpu
 from pipelines.dali.view_operator import build
@@ -93,6 +91,8 @@ proved: set[int] = set()  # the GPUs on which it was compared, by this process o
 
 def prove_on_gpu() -> None:
     """Compare the view operator on this GPU with itself on the CPU, unless that was done. Raises DataError."""
+    import torch  # not above: a CPU's operator is built and compared without it
+
     from pipelines.dali.view_operator.check_equal import require_equal
 
     require_gpu()
