@@ -3,7 +3,6 @@
 import codecs
 import csv
 import os
-import re
 import string
 import sys
 import unicodedata
@@ -22,9 +21,7 @@ from pipelines.datasets.string_table import leaves_root, listed_lines
 
 _SHOWN = 20  # wrong lines that a message shows; the rest are counted
 _DEEPEST = 30  # folders of a wrong name that are compared with those of an image
-# The first line, with what separates its cells, and empty columns after it. A spreadsheet writes semicolons where the
-# decimal sign is a comma.
-_HEADER = re.compile(r'\s*("?)file\1\s*([,;\t])\s*("?)label\3(?:\2|[ \r\n])*')
+_SEPARATORS = (",", ";", "\t")  # a spreadsheet writes semicolons where the decimal sign is a comma
 
 
 def with_csv_labels(
@@ -134,9 +131,7 @@ def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[in
         # Spreadsheets put a byte-order mark before the header.
         lines = listed_lines(table.read_bytes().removeprefix(codecs.BOM_UTF8))
         # A table that was appended to another begins with a header of its own.
-        headers = {
-            number: found[2] for number, line in enumerate(lines) if (found := _HEADER.fullmatch(line))
-        }
+        headers = {number: separator for number, line in enumerate(lines) if (separator := _separator(line))}
         if not lines:
             raise DataError(f"{table} is empty: the first line must be `file,label`")
         if 0 not in headers:
@@ -177,3 +172,14 @@ def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[in
     except csv.Error as error:
         raise DataError(f"{table} is not a CSV: {error}. Is a quote not closed?") from error
     return usable, names, labels, wrong
+
+
+def _separator(line: str) -> str | None:
+    """Return what separates the cells of the header `file,label`; None for any other line."""
+    if "file" in line and "label" in line:
+        for separator in _SEPARATORS:
+            cells = next(csv.reader([line], delimiter=separator, skipinitialspace=True))
+            first, second, *others = (cell.strip() for cell in [*cells, ""])
+            if (first, second) == ("file", "label") and not any(others):
+                return separator
+    return None

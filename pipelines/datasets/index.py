@@ -74,13 +74,20 @@ class ImageIndex:
             if array is not None and (array.shape != shape or array.dtype != dtype):
                 wanted = f"{np.dtype(dtype)} {shape}"
                 raise DataError(f"{name} of the index must be {wanted}, not {array.dtype} {array.shape}")
+        if self.presence is not None and n and not -1 <= self.presence.min() <= self.presence.max() <= 1:
+            raise DataError("presence of the index must be 1 (there), -1 (not there) or 0 (difficult)")
         if self.pack is not None and len(self.pack) != n:
             raise DataError(f"the pack holds {len(self.pack)} images, the index {n}")
-        limits = {"presence": (-1, 1), "bad": (0, n - 1), "changed": (0, n - 1)}
-        for name, (low, high) in {"labels": (-1, len(self.classes) - 1), **limits}.items():
-            values = [*self.bad] if name == "bad" else getattr(self, name)
-            if values is not None and len(values) and not low <= np.min(values) <= np.max(values) <= high:
-                raise DataError(f"{name} of the index must be from {low} to {high}")
+        if n and not -1 <= self.labels.min() <= self.labels.max() < len(self.classes):
+            raise DataError(
+                f"labels reach from {self.labels.min()} to {self.labels.max()}, but {len(self.classes)} "
+                f"classes are numbered from 0, and -1 means not labeled"
+            )
+        for which in (self.bad, self.changed):
+            if which and not 0 <= min(which) <= max(which) < n:
+                raise DataError(
+                    f"bad or changed images reach from {min(which)} to {max(which)}, of {n} images"
+                )
 
     def __len__(self) -> int:
         return len(self.files)
