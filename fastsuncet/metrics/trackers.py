@@ -163,7 +163,7 @@ class MLflow(Tracker):
         tags = {"fastsuncet_folder": mark}
         run = found[0] if found else self._client.create_run(number, tags=tags, run_name=name)
         self._id, self._params = run.info.run_id, set(run.data.params)
-        self._unsent: list[Exception] = []
+        self._unsent: list[str] = []
         self._client.update_run(self._id, status="RUNNING")
 
     def settings(self, config: Config) -> None:
@@ -180,7 +180,7 @@ class MLflow(Tracker):
         try:
             self._client.log_batch(self._id, metrics)
         except Exception as error:
-            self._unsent.append(error)
+            self._unsent.append(str(error))  # not itself: its traceback holds a call
 
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         self._client.log_image(self._id, pixels, artifact_file=f"{name}-step{step}.png")

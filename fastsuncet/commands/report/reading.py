@@ -43,6 +43,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     # `runs/*` names the folder of the indices too.
     configs = {run: read_config(run) for run in runs if run not in others or others == list(runs)}
     images = {run: data_set(config) for run, config in configs.items()}
+    several = len(set(images.values())) > 1
     records = {run: read_results(run) for run in configs}
     for run, found in records.items():
         for setting in (record["setting"] for record in found if record["kind"] != "transfer"):
@@ -71,7 +72,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
             made = point(one.get("step"), one.get("epoch"), one.get("ledger") or {}, dict(record["metrics"]))
             add(home, kind._replace(variant=parts), made)
         for measurement, made in _online(run, config):
-            parts = [measurement.variant, f"data={images[run]}" if len({*images.values()}) > 1 else ""]
+            parts = [measurement.variant, f"data={images[run]}" if several else ""]
             add(str(run), measurement._replace(variant=", ".join(filter(None, parts))), made)
     curves = []
     for (home, measurement), by_step in table.items():

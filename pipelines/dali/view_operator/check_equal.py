@@ -48,7 +48,8 @@ def both(
     device: str = "cpu",
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the views of `images`: those to compare with, made on the CPU, and the view operator's on `device`."""
-    arrays, device_id = [list(images), *[np.asarray(inputs[name]) for name in INPUTS]], None
+    arrays = [list(images), *[np.asarray(inputs[name]) for name in INPUTS]]
+    device_id = None
     if device == "gpu":
         import torch
 
