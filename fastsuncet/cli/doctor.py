@@ -131,16 +131,13 @@ def cards() -> Finding:
     """Find the GPUs that torch can use, or the reason why it can use none."""
     import torch
 
+    from fastsuncet.distributed.place import code_problem
+
     driver, cuda = Path("/proc/driver/nvidia/version"), torch.version.cuda
     if torch.cuda.is_available():
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        if old := sorted(
-            {f"{c.name}, {c.major}.{c.minor}" for c in found if not _has_code(c.major, c.minor)}
-        ):
-            facts = (
-                f"this torch has no code for {'; '.join(old)}: it has {' '.join(torch.cuda.get_arch_list())}"
-            )
-            return Finding("problem", facts, "install a torch for this GPU, or set meta.device=cpu")
+        if old := [problem for i in range(len(found)) if (problem := code_problem(i))]:
+            return Finding("problem", old[0], "install a torch for this GPU, or set meta.device=cpu")
         kinds = sorted({f"{c.name}, {c.total_memory / 1e9:.0f} GB, {c.major}.{c.minor}" for c in found})
         return Finding("ok", f"{len(found)} x {'; '.join(kinds)} (CUDA {cuda})")
     if cuda is None:
@@ -150,19 +147,6 @@ def cards() -> Finding:
         facts = f"there is a driver, but torch (CUDA {cuda}) cannot use it: {line}"
         return Finding("problem", facts, "update the driver; start a container with --gpus all")
     return Finding("absent", f"no NVIDIA driver (torch is built for CUDA {cuda})", "training runs on the CPU")
-
-
-def _has_code(major: int, minor: int) -> bool:
-    """Return whether torch has code for a card: of its generation and not newer, or to be compiled for it."""
-    import torch
-
-    for name in torch.cuda.get_arch_list():  # sm_90, sm_90a, compute_120
-        kind, number = name.split("_")
-        digits = number.rstrip("af")
-        there = int(digits[:-1]), int(digits[-1])
-        if there <= (major, minor) and (there[0] == major or kind == "compute"):
-            return True
-    return False
 
 
 def nccl() -> Finding:

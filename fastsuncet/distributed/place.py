@@ -128,7 +128,7 @@ def expected_ranks(device: str) -> int:
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """Return the GPU of this local rank or the CPU, by meta.device. Raises ConfigError if there is no such GPU."""
+    """Return the GPU of this local rank or the CPU, by meta.device. Raises ConfigError if torch cannot use it."""
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise ConfigError(
@@ -150,7 +150,20 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
             f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible. "
             "Start one process per GPU (torchrun --nproc-per-node, or srun --ntasks-per-node)."
         )
+    if problem := code_problem(local_rank):
+        raise ConfigError(f"{problem}. Install a torch for this GPU, or set meta.device=cpu")
     return torch.device("cuda", local_rank)
+
+
+def code_problem(number: int) -> str | None:
+    """Return that torch has no code for a card, neither of its generation nor to be compiled for it; None if it has."""
+    card, names = torch.cuda.get_device_properties(number), torch.cuda.get_arch_list()
+    for kind, version in (name.split("_") for name in names):  # sm_90, sm_90a, compute_120
+        digits = version.rstrip("af")
+        there = int(digits[:-1]), int(digits[-1])
+        if there <= (card.major, card.minor) and (there[0] == card.major or kind == "compute"):
+            return None
+    return f"this torch has no code for {card.name}, {card.major}.{card.minor}: it has {' '.join(names)}"
 
 
 @functools.cache  # one per device: memory that one stream has freed is of no use to another

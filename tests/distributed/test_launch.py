@@ -10,6 +10,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -101,11 +102,17 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
         (8, False, "cpu", 0, torch.device("cpu")),
         (1, True, "auto", 5, torch.device("cuda", 0)),  # the only one that Slurm shows to a task
         (2, True, "auto", 2, "no GPU of its own"),
+        # The first kernel would end the run with "no kernel image is available", in a traceback.
+        # The first kernel would end the run with a traceback: "no kernel image is available".
+        (9, True, "auto", 7, r"no code for a card, 7\.0: it has sm_75 sm_90\. .* meta\.device=cpu"),
     ],
 )
 def test_pick_device_is_the_ranks_own_or_says_what_to_do(
     monkeypatch, gpus, usable, wanted, local_rank, found
 ):
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    old, new = (SimpleNamespace(name="a card", major=major, minor=0) for major in (7, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: old if number == 7 else new)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("SLURM_LOCALID", "5")
