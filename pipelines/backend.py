@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +17,10 @@ if TYPE_CHECKING:  # a program without torch can ask what is missing
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 # Threads of one stream by default: more do not speed up a GPU's decoder, and each has its own buffers.
 MOST = 16
+# How torch, CUDA, its driver and libraries, NCCL and DALI name a lack of memory.
+NO_MEMORY = re.compile(
+    r"(?i).*(can't allocate|alloc(ation)?[ _]failed|bad_alloc|out[ _]of[ _]memory|failed to CUDA .*alloc).*"
+)
 
 Backend = Literal["auto", "dali", "torchvision"]  # auto: DALI where it can be imported
 
@@ -89,6 +94,17 @@ def require_gpu() -> None:
             "device gpu was asked for, but no NVIDIA GPU with a working driver is visible: use device cpu, "
             "or see what nvidia-smi says"
         )
+
+
+def lack_of_gpu_memory(error: RuntimeError) -> str | None:
+    """Return the sentences in which an error says that a GPU has too little memory; None for another error."""
+    found = NO_MEMORY.search(str(error))
+    line = found[0] if found else str(error).partition("\n")[0]
+    # torch's own error, by its name because not every command imports torch. A library that takes memory of its own and
+    # a kernel that is loaded raise others.
+    if type(error).__name__ != "OutOfMemoryError" and not (found and re.search("(?i)cu(da|blas|dnn)", line)):
+        return None
+    return ". ".join(line.split(". ")[:2])
 
 
 def cores() -> int:

@@ -13,16 +13,13 @@ from dataclasses import replace
 
 import torch
 
-from pipelines.backend import LoaderOptions, choose_backend, require_gpu
+from pipelines.backend import NO_MEMORY, LoaderOptions, choose_backend, require_gpu
 from pipelines.data_errors import BadImage, DataError
 from pipelines.engines import Engine, engine_of
 from pipelines.output import say_line
 from pipelines.sampling.step_plan import BatchDraws, EvaluationPlan, Plan
 
-# How DALI and torch name a lack of memory, and a GPU's failure. Decoding alone would find the files of the step good,
-# or all of them bad, where the memory is still short.
-NO_MEMORY = re.compile(r".*([Cc]an't allocate|allocation failed|bad_alloc|out of memory).*")
-DEVICE_FAILURE = re.compile(r"CUDA (\w+ API )?error")
+DEVICE_FAILURE = re.compile(r"CUDA (\w+ API )?error|CUDA_ERROR")  # DALI's, torch's and the view operator's
 STAND_IN_ATTEMPTS = 1000  # a data set in which so many draws in a row are bad has other problems
 
 
@@ -68,6 +65,7 @@ class Loader:
             except RuntimeError as error:
                 failed = self.draws(step)
                 self.close()  # a DALI pipeline that failed once always fails
+                # Decoding alone would find the files of the step good, or all of them bad where memory is still short.
                 if short := NO_MEMORY.search(str(error)):
                     kind = torch.OutOfMemoryError if self.options.device == "gpu" else RuntimeError
                     raise kind(short[0]) from error

@@ -238,6 +238,8 @@ LOST = "the device is lost"
     [
         ("Can't allocate 9 bytes on device 0.", False),
         ("CUDA allocation failed", False),
+        ("View: loading the kernels: CUDA_ERROR_OUT_OF_MEMORY", False),
+        ("View: make_views: CUDA_ERROR_ILLEGAL_ADDRESS", False),
         ("CUDA runtime API error cudaErrorUnknown (999)", False),
         (LOST, False),
         (LOST, True),
@@ -257,7 +259,7 @@ def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure,
         loader(0)
     assert not loader.bad
     loader.options = replace(loader.options, device="gpu")
-    kind = torch.OutOfMemoryError if "alloc" in failure else RuntimeError
+    kind = torch.OutOfMemoryError if "alloc" in failure or "MEMORY" in failure else RuntimeError
     with pytest.raises(kind, match=re.escape(failure)) as raised:
         loader(0)
     assert raised.type is kind
