@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from fastsuncet.cli._parser import Parser, UsageError, overview
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import LOST, CheckpointError, FastSuncetError
+from pipelines.backend import lack_of_gpu_memory
 from pipelines.data_errors import DataError
 from pipelines.output import say_line
 
@@ -138,10 +139,8 @@ def _run(arguments: list[str] | None) -> int:
         _print_error(str(error))
         return error.exit_code
     except RuntimeError as error:
-        # torch's own error, by its name because not every command imports torch, or that of CUDA.
-        if type(error).__name__ != "OutOfMemoryError" and "CUDA error: out of memory" not in str(error):
+        if (reason := lack_of_gpu_memory(error)) is None:
             raise
-        reason = ". ".join(str(error).splitlines()[0].split(". ")[:2])
         _print_error(
             f"{reason}. `nvidia-smi` shows what other programs take; with CUDA_VISIBLE_DEVICES= in front a command "
             "computes on the CPU"

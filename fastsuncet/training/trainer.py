@@ -37,6 +37,7 @@ from fastsuncet.errors import CheckpointError, ConfigError, HungError, Numerical
 from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
 from fastsuncet.training.logger import RunLogger
+from pipelines.backend import lack_of_gpu_memory
 from pipelines.output import say_line
 
 BatchType = TypeVar("BatchType")
@@ -136,8 +137,9 @@ def within_memory(task: TrainingTask) -> Iterator[None]:
     """Raise ConfigError, with the key and its line, in place of torch's error where the GPU has too little memory."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        reason = ". ".join(str(error).split(". ")[:2])
+    except RuntimeError as error:
+        if (reason := lack_of_gpu_memory(error)) is None:
+            raise
         raise ConfigError(
             f"{task.config.where(task.batch_key)} does not fit the GPU's memory: {reason}. Lower it, or set "
             f"{task.pieces_key} to pass the batch in pieces"

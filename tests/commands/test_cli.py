@@ -275,6 +275,11 @@ GPU = "`nvidia-smi` shows what other programs take; with CUDA_VISIBLE_DEVICES= i
         (os_error(errno.ESTALE), 5, f"Stale file handle: {LOST}"),
         (torch.OutOfMemoryError("No room. Tried 2 GiB. GPU 0 has"), 2, f"No room. Tried 2 GiB. {GPU}"),
         (RuntimeError("CUDA error: out of memory\nCompile"), 2, f"CUDA error: out of memory. {GPU}"),
+        (
+            RuntimeError("in a call\nCuda failure 2 'out of memory'"),
+            2,
+            f"Cuda failure 2 'out of memory'. {GPU}",
+        ),
     ],
 )
 def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, capsys, monkeypatch):
@@ -289,7 +294,10 @@ def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, 
     assert traced.startswith("Traceback") and traced.endswith(f"\n[rank 3] error: {said}\n")
 
 
-@pytest.mark.parametrize("error", [IndexError("a bug"), os_error(errno.EBADF)])
+@pytest.mark.parametrize(
+    "error",
+    [IndexError("a bug"), os_error(errno.EBADF), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
 def test_main_keeps_the_traceback_of_a_bug(error, trainer):
     trainer.error = error
     with pytest.raises(type(error)):
