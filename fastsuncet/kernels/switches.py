@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from pipelines.backend import NO_MEMORY
 from pipelines.cuda_compiler import KernelError
 
 # Runs a kernel and its twin on a small input; raises KernelError if they differ.
@@ -77,6 +78,8 @@ def why_not(device: torch.device, prove: Proof) -> str | None:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             prove(device)
     except KernelError as error:
+        if NO_MEMORY.search(str(error)):  # another program can hold it: no verdict for good
+            raise torch.OutOfMemoryError(str(error)) from error
         return str(error)
     return None
 

@@ -35,6 +35,7 @@ from fastsuncet.training.step import build, train_step
 from fastsuncet.tuning.chooser import Outcome
 from fastsuncet.tuning.paths import PATHS
 from fastsuncet.tuning.trials import try_kernel
+from pipelines.backend import NO_MEMORY
 
 WINDOWS = 4  # timed without a pause between them
 SECONDS = 0.5  # of timed steps in a window: short, because other work on the machine comes and goes
@@ -258,7 +259,7 @@ class Bench:
 def _refuse(line: str) -> NoReturn:
     """End the contender whose step was not captured: a run would go on without a graph, which is plain."""
     # For lack of memory it is no verdict for good: another program can have held it.
-    raise (torch.OutOfMemoryError if "out of memory" in line else FastSuncetError)(line)
+    raise (torch.OutOfMemoryError if NO_MEMORY.search(line) else FastSuncetError)(line)
 
 
 def _moved(batch: Batch, config: Config) -> Batch:

@@ -93,8 +93,8 @@ def test_problem_of_a_graph_that_is_not_captured_ends_the_child(bench, config, m
     """A run would go on without it, so the contender would be plain. A lack of memory is no verdict for good."""
     kind, reason = FastSuncetError, r"meta\.cuda_graph: .*the step is on cpu, not on a"
     if short:
-        kind, reason = torch.OutOfMemoryError, "CUDA out of memory. Tried"
-        full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+        kind, reason = torch.OutOfMemoryError, "CUBLAS_STATUS_ALLOC_FAILED"
+        full = mock.Mock(side_effect=RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"))
         monkeypatch.setattr(cuda_graph, "capture_on_device", full)
     with pytest.raises(kind, match=reason):
         bench.problem(config, config.with_values({"meta.cuda_graph": True}), exact=True)
