@@ -218,6 +218,8 @@ class PixelsInMemory:
             # Allocated under the stream that reads it. torch returns memory to the stream it came from, so whatever
             # reuses it there waits for the last gather.
             with torch.cuda.stream(self.stream):
+                # torch takes no array with its channels reversed, and warns of one that cannot be written.
+                pixels = np.require(pixels, requirements=["C", "W"])
                 self.pixels = torch.from_numpy(pixels).to(self.stream.device)
 
     def __call__(self, indices: np.ndarray) -> np.ndarray | torch.Tensor:

@@ -120,6 +120,18 @@ def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(in
     ]
 
 
+@pytest.mark.filterwarnings("error")
+def test_pixels_in_memory_of_any_array_go_to_the_gpu(monkeypatch):
+    """As those of OpenCV, with the channels reversed, and of a file that is mapped."""
+    monkeypatch.setattr(engine, "side_stream", lambda number: SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    pixels = np.arange(10 * 8 * 8 * 3, dtype=np.uint8).reshape(10, 8, 8, 3)
+    pixels.flags.writeable = False
+    for view in (pixels, pixels[..., ::-1]):
+        stored = PixelsInMemory(view, LoaderOptions(device="gpu"))
+        np.testing.assert_array_equal(stored.pixels.numpy(), view)
+
+
 @pytest.mark.gpu
 def test_pixels_in_memory_are_gathered_without_waiting_for_training():
     pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), np.uint8)
