@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastsuncet import nt_xent
+from fastsuncet import load_config, nt_xent
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.optim import lars_kernel
+from fastsuncet.tuning.paths import PATHS, VIEW
+from pipelines import cuda_compiler
 from tests.support.host_kernels import on_the_host
 from tests.support.pictures import write_pictures
 from tools.bench import contrast, data_loader, lars, peers, pixels, run, step, step_bench
@@ -137,6 +139,17 @@ def test_step_reports_speed_operators_and_waits(rows_of, monkeypatch):
     assert 100 < int(rows[step.FIXED]["operators"]) <= 320 and not rows[step.END_TO_END]["operators"]
     names = {f"{name}{words}" for name in (step.FIXED, step.END_TO_END) for words in ("", f", {more}")}
     assert rows.keys() - {step.PLAIN} == names
+
+
+@pytest.mark.parametrize("missing", [None, "no compiler"])
+def test_step_on_a_gpu_is_that_of_a_run_whose_trials_pass(monkeypatch, missing):
+    monkeypatch.setitem(PATHS, VIEW, PATHS[VIEW]._replace(missing=lambda: missing))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda_compiler, "unavailable", lambda: None)
+    monkeypatch.setattr(step_bench, "PairedStream", lambda config, *_: lambda step: config.data.view_operator)
+    config = load_config("digits_demo", ["meta.precision=bf16"])
+    bench, _ = step_bench.StepBench.open(config, Place(0, 1, torch.device("cuda", 0)))
+    assert bench.batch is (missing is None) and bench.config.model.fused_batchnorm is True
 
 
 def test_pixels_reports_speed_and_cpu_time_against_the_peer(rows_of):

@@ -71,7 +71,8 @@ def measure(options: Namespace) -> int:
         speeds = {"ms a step": spread(times, 1e3), "views/s": spread([views / each for each in times])}
         speeds["x one fixed batch"] = spread(ratios(seconds[FIXED], times))
         rows.append({"": name, **speeds, **counted.get(name, {})})
-    title = f"a step of {views} views, pixels by {stream.options.backend}, {harness.CLOCK[device]}"
+    pixels = stream.options.backend + ", view operator" * bool(stream.options.view_operator)
+    title = f"a step of {views} views, pixels by {pixels}, {harness.CLOCK[device]}"
     harness.show(title, rows)
     # A CPU makes the pixels itself, so there they always cost time.
     for suffix in settings if device == "cuda" else ():

@@ -185,8 +185,7 @@ def profile(options: Namespace) -> int:
     Each way leaves a chrome trace: its gaps are the card's idle time.
     """
     device, small = options.device, options.quick
-    words = [*overrides(IMAGENET, options.folder, device, small), "model.fused_batchnorm=true"]
-    config = load_config("in1k_10pct", words)
+    config = load_config("in1k_10pct", overrides(IMAGENET, options.folder, device, small))
     # Batches that were prepared while the profiler started are used up by its first steps. A trace has few steps more:
     # its file has to be small enough to be copied from a lent machine.
     steps, ahead = 2 if small else 5, config.data.prefetch + 1
