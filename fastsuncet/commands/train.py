@@ -99,9 +99,9 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
             if any_rank(signals.requested is not None):
                 asked = signals.requested or "another rank"
                 raise Preempted(f"{asked}: stopped before the first step; the same command starts it")
-            trainer.run(signals)
-            # Loaders and pipelines refer to each other, so a notebook would hold what they have read ahead on the GPU.
-            trainer.task.stream.close()
+            # A notebook would hold what was read ahead on the GPU, after an error in its traceback.
+            with closing(trainer.task.stream):
+                trainer.run(signals)
             from fastsuncet.commands import export  # not before the first step, which need not wait for it
 
             # Before the status is "done": sweeps and launchers take that for the end of the command.

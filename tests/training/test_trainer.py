@@ -24,9 +24,10 @@ from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.place import join
-from fastsuncet.errors import CheckpointError, NumericalError
+from fastsuncet.errors import CheckpointError, ConfigError, NumericalError
 from fastsuncet.metrics.rankme import COLLAPSED
 from fastsuncet.training.methods import TERMS, loss_of
+from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import BadImage
 from tests.support.methods import small
@@ -277,12 +278,22 @@ def train_without_network(folder: str) -> None:
     train(tiny_config(Path(folder), *FEW))
 
 
-def test_run_frees_the_images_that_it_has_read_ahead(tmp_path):
-    """A notebook goes on, and the GPU would hold them until Python collects its garbage."""
-    config = tiny_config(tmp_path, "optimization.steps=2", "optimization.warmup=0")
-    with as_rank(config) as place:
-        stream = train_run(config, place).task.stream
-    assert [loader._engine for loader in stream._loaders.values()] == [None, None]
+@pytest.mark.parametrize("fits", [True, False])
+def test_run_frees_the_images_that_it_has_read_ahead(tmp_path, monkeypatch, fits):
+    """A notebook goes on, with a smaller batch where this one did not fit the GPU."""
+    config, streams, step = tiny_config(tmp_path, *FEW), [], Pretraining.train_step
+
+    def noted(task, batch, lr):
+        streams.append(task.stream)
+        if not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(task, batch, lr)
+
+    monkeypatch.setattr(Pretraining, "train_step", noted)
+    refused = contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="does not fit")
+    with as_rank(config) as place, refused:
+        train_run(config, place)
+    assert [loader._engine for loader in streams[0]._loaders.values()] == [None, None]
 
 
 def test_training_opens_no_network_socket(tmp_path):
