@@ -14,6 +14,7 @@ checkpoint are set aside (metrics/writer.py).
 distributed/signals.py has the road of a stop signal.
 """
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -140,6 +141,8 @@ def within_memory(task: TrainingTask) -> Iterator[None]:
     except RuntimeError as error:
         if (reason := lack_of_gpu_memory(error)) is None:
             raise
+        # A notebook keeps the error and with it these frames, whose activations the next, smaller batch would lack.
+        traceback.clear_frames(error.__traceback__)
         raise ConfigError(
             f"{task.config.where(task.batch_key)} does not fit the GPU's memory: {reason}. Lower it, or set "
             f"{task.pieces_key} to pass the batch in pieces"

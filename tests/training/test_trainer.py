@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -279,21 +280,23 @@ def train_without_network(folder: str) -> None:
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_run_frees_the_images_that_it_has_read_ahead(tmp_path, monkeypatch, fits):
-    """A notebook goes on, with a smaller batch where this one did not fit the GPU."""
-    config, streams, step = tiny_config(tmp_path, *FEW), [], Pretraining.train_step
+def test_run_frees_the_images_that_it_has_read_ahead_and_its_activations(tmp_path, monkeypatch, fits):
+    """A notebook goes on, with a smaller batch where this one did not fit the GPU, and keeps the traceback."""
+    config, noted, step = tiny_config(tmp_path, *FEW), [], Pretraining.train_step
 
-    def noted(task, batch, lr):
-        streams.append(task.stream)
+    def noting(task, batch, lr):
+        activations = torch.ones(1)
+        noted.extend([task.stream, weakref.ref(activations)])
         if not fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return step(task, batch, lr)
 
-    monkeypatch.setattr(Pretraining, "train_step", noted)
+    monkeypatch.setattr(Pretraining, "train_step", noting)
     refused = contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="does not fit")
-    with as_rank(config) as place, refused:
+    with as_rank(config) as place, refused as raised:  # noqa: F841 - it keeps the traceback
         train_run(config, place)
-    assert [loader._engine for loader in streams[0]._loaders.values()] == [None, None]
+    stream, activations, *_ = noted
+    assert [loader._engine for loader in stream._loaders.values()] == [None, None] and activations() is None
 
 
 def test_training_opens_no_network_socket(tmp_path):
