@@ -271,11 +271,16 @@ def _awaited(place: Place) -> str:
 
 
 def explain_error(error: BaseException) -> BaseException:
-    """Return the error to show for `error`: if another rank's connection broke, an error that says so."""
+    """Return the error to show for `error`: one for the user where the cause is another rank or the machine."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     if re.search(r"Connection (closed|reset)|NCCL.*(remote|abort)", text):
         return FastSuncetError(
             "another rank has ended, and this one with it; the other rank's message has the reason"
+        )
+    if "shared memory segment" in text:
+        return ConfigError(
+            "NCCL has too little room in /dev/shm, of which a container has 64 MB by default: start it with "
+            "--shm-size=1g, or give its pod a volume in memory there"
         )
     if "EADDRINUSE" in text:
         return ConfigError(

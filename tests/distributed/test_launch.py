@@ -124,11 +124,13 @@ def test_pick_device_is_the_ranks_own_or_says_what_to_do(
 MEETING = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 
 
-def test_explain_error_of_a_lost_connection_a_time_out_and_any_other():
+def test_explain_error_of_a_lost_connection_a_time_out_little_shared_memory_and_any_other():
     broken = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
     assert "another rank has ended" in str(explain_error(RuntimeError(broken)))
     late = "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
     assert isinstance(explain_error(RuntimeError(late)), HungError)
+    full = "ncclSystemError: ...\nLast error:\nError while creating shared memory segment /dev/shm/nccl-1 (size 734)"
+    assert "/dev/shm" in str(found := explain_error(RuntimeError(full))) and isinstance(found, ConfigError)
     bug = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert explain_error(bug) is bug
 
