@@ -124,7 +124,7 @@ def test_pick_device_is_the_ranks_own_or_says_what_to_do(
 MEETING = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 
 
-def test_explain_error_of_a_lost_connection_a_time_out_little_shared_memory_and_any_other():
+def test_explain_error_of_another_rank_the_machine_and_any_other():
     broken = "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"
     assert "another rank has ended" in str(explain_error(RuntimeError(broken)))
     late = "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
