@@ -5,7 +5,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
@@ -183,12 +183,7 @@ class PackedImages:
 
     def _read(self, indices: np.ndarray) -> TensorListCPU:
         parts = self._readers.map(self._pack.fetch, np.array_split(indices, READERS))
-        return tensor_list(image for part in parts for image in part)
-
-
-def tensor_list(arrays: Iterable[np.ndarray]) -> TensorListCPU:
-    """Return a copy of arrays in memory of DALI's own, which a graph can use without another copy."""
-    return TensorListCPU([TensorCPU(array) for array in arrays], contiguous=True)
+        return TensorListCPU([TensorCPU(image) for part in parts for image in part], contiguous=True)
 
 
 def require_open_files(batch: int) -> None:

@@ -122,7 +122,7 @@ def stored_images(
     if stored == "pixels":
         device = "gpu" if decode == "mixed" else "cpu"
         return fn.external_source(images, device=device, layout="HWC", cuda_stream=stream), None
-    # Bytes come in memory of DALI's own (`engine.tensor_list`).
+    # Bytes come in memory of DALI's own (`engine.PackedImages`).
     encoded = fn.external_source(images, no_copy=stored == "bytes")
     if stored == "files":
         # Mapped, files open one at a time: DALI's list of maps has one lock. A file that is cut short meanwhile would

@@ -256,6 +256,7 @@ FILE, MOVE = "runs/x/meta.json", "or choose another folder"
 FOLDER = f"{FILE}. Check the owner and mode of the folder, {MOVE}"
 LOST = f"{FILE}. The disk, the file server or its mount failed: see the system's log (dmesg), {MOVE}"
 FULL = f"No space left on device: {FILE}. Free some disk space, {MOVE}"
+NCCL = "Cuda failure 2 'out of memory'"
 GPU = "`nvidia-smi` shows what other programs take; with CUDA_VISIBLE_DEVICES= in front a command computes on the CPU"
 
 
@@ -275,11 +276,7 @@ GPU = "`nvidia-smi` shows what other programs take; with CUDA_VISIBLE_DEVICES= i
         (os_error(errno.ESTALE), 5, f"Stale file handle: {LOST}"),
         (torch.OutOfMemoryError("No room. Tried 2 GiB. GPU 0 has"), 2, f"No room. Tried 2 GiB. {GPU}"),
         (RuntimeError("CUDA error: out of memory\nCompile"), 2, f"CUDA error: out of memory. {GPU}"),
-        (
-            RuntimeError("in a call\nCuda failure 2 'out of memory'"),
-            2,
-            f"Cuda failure 2 'out of memory'. {GPU}",
-        ),
+        (RuntimeError(f"in a call\n{NCCL}"), 2, f"{NCCL}. {GPU}"),
     ],
 )
 def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, capsys, monkeypatch):
