@@ -25,6 +25,7 @@ from fastsuncet.optim.device_lr import fill
 from fastsuncet.optim.lars import lars_auto
 from fastsuncet.training.cuda_graph import capture_on_device
 from fastsuncet.training.determinism import PRECISIONS
+from pipelines.backend import lack_of_gpu_memory
 from pipelines.cuda_compiler import KernelError
 from pipelines.dali.view_operator import use as view_operator
 from pipelines.data_errors import DataError
@@ -98,9 +99,9 @@ def _captured(work: Callable[[], None], device: torch.device) -> Callable[[], No
     """Return `work` as a CUDA graph, or itself where torch cannot capture it."""
     try:
         return capture_on_device(work, device)[0].replay
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # torch raises nothing narrower; the launches are then timed too
+    except RuntimeError as error:  # torch raises nothing narrower; the launches are then timed too
+        if lack_of_gpu_memory(error) is not None:
+            raise torch.OutOfMemoryError(str(error)) from error
         return work
 
 
