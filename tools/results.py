@@ -232,10 +232,8 @@ def show_unlabeled(held_out: Studies, found: Studies) -> list[str]:
     return [table([*head, "chosen", "test images, at the chosen lr"], rows), *lines]
 
 
-BY_FEATURES = (
-    "linear_auto",
-    "finetune_linear",
-)  # evaluations of the photos; the others are fine-tunings from zero
+# Evaluations of the photos; the others are fine-tunings from zero.
+BY_FEATURES = ("linear_auto", "finetune_linear")
 FROM_ZERO = ("finetune_lr0.005", "finetune_lr0.015", "finetune")
 HELPS = {
     "supported": "helps",
@@ -329,17 +327,11 @@ def photo_variants(measured: Mapping[str, Studies], base: str, best: str) -> lis
     for name, other in (*((name, base) for name in controls), (labeled, controls[1])):
         if more := by_draw(measured, [(name, other)], ["300", "100"]):
             tables.append(f"{name}, less {other}: {plus_minus(more)} points.")
-    return [
-        *tables,
-        *(line for other in (base, controls[0]) for line in does_it_help(measured, labeled, other)),
-    ]
-
-
-def does_it_help(measured: Mapping[str, Studies], name: str, base: str) -> list[str]:
-    """Return the decision on pre-training as `name` against the labels alone; none until all draws have ended."""
-    less = by_draw(measured, [(name, base)], ["300", "100"])
-    word = less and HELPS[points.decision(*points.interval(less))]
-    return [f"{name}, less {base}: {plus_minus(less)} points. By the rule: **{word}**."] if less else []
+    for other in (base, controls[0]):
+        if less := by_draw(measured, [(labeled, other)], ["300", "100"]):
+            word = HELPS[points.decision(*points.interval(less))]
+            tables.append(f"{labeled}, less {other}: {plus_minus(less)} points. By the rule: **{word}**.")
+    return tables
 
 
 def by_draw(
