@@ -23,11 +23,15 @@ def texture(seed: int, height: int, width: int) -> np.ndarray:
     return pixels.clip(0, 255).astype(np.uint8)
 
 
+def write_picture(path: Path, number: int, height: int, width: int) -> None:
+    """Write `texture` as a JPEG, with roughly the detail of a photograph."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(texture(number, height, width)).save(path, quality=92)
+
+
 def write_pictures(root: Path, count: int = 12, classes: int = 3, side: int = 96) -> ImageIndex:
     """Write an image folder of JPEGs of varied sizes, and return its index."""
     for i in range(count):
-        height, width = side + 17 * (i % 4), side + 11 * (i % 5)
         path = root / f"class_{i % classes}" / f"image {i:02}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(texture(i, height, width)).save(path, quality=92)
+        write_picture(path, i, side + 17 * (i % 4), side + 11 * (i % 5))
     return image_folder(root)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch.profiler import ProfilerActivity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
@@ -39,7 +38,7 @@ from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
 from tools.bench import harness
 from tools.bench.harness import Call, Row
-from tools.bench.pictures import texture
+from tools.bench.pictures import write_picture
 from tools.bench.step import END_TO_END, FIXED
 from tools.bench.step_bench import StepBench
 from tools.same_runs import assert_equal_to_the_bit, final_state
@@ -92,12 +91,6 @@ def generate_images(folder: Path, small: bool) -> None:
         # Of several heights, because the hardware decoder sorts a batch by area.
         heights = cycle(range(height, height + 20))
         list(pool.map(write_picture, paths, range(count), heights, repeat(width)))
-
-
-def write_picture(path: Path, number: int, height: int, width: int) -> None:
-    """Write a JPEG with roughly the detail of a photograph."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(texture(number, height, width)).save(path, quality=92)
 
 
 def open_feed(folder: Path, device: str, batch: int, **options: Any) -> Loader:
