@@ -35,7 +35,7 @@ from fastsuncet.metrics import results, writer
 from fastsuncet.models import export_formats, timm_backbone
 from fastsuncet.versions import versions
 from pipelines import atomic_files
-from pipelines.output import say_line
+from pipelines.output import first_five, say_line
 
 FOLDER = "export"  # in the run's folder
 FILES = {
@@ -160,10 +160,10 @@ def _require_replaceable(target: Path, force: bool) -> None:
     if force:
         names = [name for name in names if target.is_dir() and name not in FOLDER_FILES]
     if names:
-        shown = ", ".join(names[:5]) + (", ..." if names[5:] else "")
         remedy = "Move them away, or choose" if force else "Move them away, add --force, or choose"
         raise ConfigError(
-            f"{target} is not replaced: no export wrote {shown}, or it was changed since. {remedy} another --output"
+            f"{target} is not replaced: no export wrote {first_five(names)}, or it was changed since. {remedy} another "
+            "--output"
         )
 
 

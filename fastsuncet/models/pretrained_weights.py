@@ -23,6 +23,7 @@ from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import CheckpointError
 from fastsuncet.models import timm_backbone
 from fastsuncet.models.resnet import OWN, WIDTHS, build_model
+from pipelines.output import first_five
 
 # Where trainers put the network in their files: the authors, torchvision's references and timm, many others.
 WRAPPINGS = ("encoder", "state_dict", "model", "model_state_dict", "state_dict_ema", "model_ema")
@@ -66,7 +67,7 @@ def read_weights(path: Path) -> Weights:
     others = [key for key in tensors if not TRUNK.match(key) and not HEADS.match(key)]
     if others:
         raise CheckpointError(
-            f"{path} holds a network with other keys than conv1, bn1 and its layers: {_first(others)}. {KNOWN}"
+            f"{path} holds a network with other keys than conv1, bn1 and its layers: {first_five(others)}. {KNOWN}"
         )
     _refuse_odd(path, tensors)
     name = _name_of(path, trunk)
@@ -99,7 +100,7 @@ def fill(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None
     require_fit(encoder, tensors, source)
     broken = [key for key, value in tensors.items() if not torch.isfinite(value).all()]
     if broken:
-        raise CheckpointError(f"{source} has weights that are not finite numbers: {_first(broken)}")
+        raise CheckpointError(f"{source} has weights that are not finite numbers: {first_five(broken)}")
     encoder.load_state_dict({**encoder.state_dict(), **tensors})
 
 
@@ -112,7 +113,7 @@ def require_fit(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) 
     missing = [key for key in own if key not in tensors and not key.endswith("num_batches_tracked")]
     if missing and all(key.endswith(STATISTICS) for key in missing):
         raise CheckpointError(
-            f"{source} has no BatchNorm statistics ({_first(missing)}): its parameters were saved without the "
+            f"{source} has no BatchNorm statistics ({first_five(missing)}): its parameters were saved without the "
             "buffers, and without them no image can be evaluated. Save the whole `module.state_dict()`"
         )
     unknown = [key for key in tensors if key not in own]
@@ -121,21 +122,11 @@ def require_fit(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) 
         for key, value in own.items()
         if key in tensors and tensors[key].shape != value.shape
     ]
-    problems = [f"missing: {_first(missing)}"] * bool(missing)
-    problems += [f"not in this network: {_first(unknown)}"] * bool(unknown)
-    problems += other_shapes[:_SHOWN]
+    problems = [f"missing: {first_five(missing)}"] * bool(missing)
+    problems += [f"not in this network: {first_five(unknown)}"] * bool(unknown)
+    problems += other_shapes[:5]
     if problems:
         raise CheckpointError("\n  ".join([f"{source} does not fit the network:", *problems]))
-
-
-_SHOWN = 4  # keys named in a message; the rest are counted
-
-
-def _first(keys: Iterable[str]) -> str:
-    """Return the first few keys, and how many more there are."""
-    keys = list(keys)
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + more
 
 
 def digest_of(path: Path) -> str:
@@ -189,7 +180,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     named = inner if isinstance(inner, Mapping) else {}
     if tensors := {str(key): value for key, value in named.items() if isinstance(value, Tensor)}:
         return tensors
-    keys = f"the keys {_first(map(str, named))}" if inner is named else f"a {type(inner).__name__}"
+    keys = f"the keys {first_five([*map(str, named)])}" if inner is named else f"a {type(inner).__name__}"
     raise CheckpointError(
         f"{path} holds no state_dict but {keys}; it must be at the top or under {', '.join(WRAPPINGS)}"
     )
@@ -204,12 +195,13 @@ def _network(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ]
     if not prefixes:
         raise CheckpointError(
-            f"{path} holds no ResNet: none of its {len(tensors)} tensors ({_first(tensors)}) is a conv1.weight "
+            f"{path} holds no ResNet: none of its {len(tensors)} tensors ({first_five([*tensors])}) is a conv1.weight "
             f"of three channels. {KNOWN}"
         )
     if len(prefixes) > 1:
         raise CheckpointError(
-            f"{path} holds {len(prefixes)} networks, under {_first(prefixes)}. Write the one you want to its own file"
+            f"{path} holds {len(prefixes)} networks, under {first_five(prefixes)}. Write the one you want to its own "
+            "file"
         )
     (prefix,) = prefixes
     found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -236,7 +228,7 @@ def _refuse_odd(path: Path, tensors: Mapping[str, Tensor]) -> None:
     odd = [f"{key} ({kind})" for key, value in tensors.items() if (kind := _odd(value))]
     if odd:
         raise CheckpointError(
-            f"{path} holds tensors that are no weights: {_first(odd)}. Write them as dense float32 tensors"
+            f"{path} holds tensors that are no weights: {first_five(odd)}. Write them as dense float32 tensors"
         )
 
 

@@ -135,8 +135,7 @@ def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: n
 
 
 def _first_bad(index: ImageIndex) -> str:
-    some = [f"{index.name(i)} ({reason})" for i, reason in list(index.bad.items())[:3]]
-    return ", ".join(some) + (", ..." if len(index.bad) > 3 else "")
+    return first_five([f"{index.name(i)} ({reason})" for i, reason in index.bad.items()])
 
 
 def machine() -> Machine:
