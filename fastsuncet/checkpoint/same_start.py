@@ -24,12 +24,12 @@ def require_same(values: Mapping[str, Any], kind: type[ConfigError] | type[DataE
             key, more = different[0], f" ({len(different) - 1} more differ)" if different[1:] else ""
             raise kind(
                 f"the ranks were not started alike. {key}{more}:\n"
-                f"  {_short(ours.get(key))} on rank 0, host {host}\n"
-                f"  {_short(theirs.get(key))} on rank {rank}, host {there}\n"
+                f"  {shown(ours.get(key))} on rank 0, host {host}\n"
+                f"  {shown(theirs.get(key))} on rank {rank}, host {there}\n"
                 "Start every rank with the same command, config, lists, program and versions"
             )
 
 
-def _short(value: Any) -> str:
-    """Return a value as text, a digest cut short."""
+def shown(value: Any) -> str:
+    """Return a value as a message has it, a digest cut short."""
     return f"{value[:12]}..." if isinstance(value, str) and len(value) > 60 else repr(value)

@@ -15,6 +15,7 @@ import numpy as np
 from torch import nn
 
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0
+from fastsuncet.checkpoint.same_start import shown
 from fastsuncet.config import Config
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
@@ -86,10 +87,6 @@ def fit_identity(
 
 def refuse_changed(old: dict[str, Any], new: dict[str, Any], where: Path) -> None:
     """Raise CheckpointError, which names each key that differs, if `where` was begun with other settings."""
-
-    def shown(value: Any) -> str:  # a long digest cut short
-        return f"{value[:12]}..." if isinstance(value, str) and len(value) > 60 else repr(value)
-
     pairs = {key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())}
     if lines := [f"\n  {key}: {shown(a)} there, {shown(b)} now" for key, (a, b) in pairs.items() if a != b]:
         raise CheckpointError(
