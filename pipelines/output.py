@@ -29,8 +29,9 @@ def first_five(names: Sequence[str]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return "1 image", "2,000 images"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    """Return "1 image", "2,000 images", "2 processes"."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 say_once = functools.cache(say_line)

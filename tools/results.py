@@ -33,6 +33,7 @@ from fastsuncet.commands.report.compute_saved import cell, percent
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, Seeds
 from fastsuncet.commands.report.figures import STYLE, draw_groups, write
 from fastsuncet.commands.report.tables import markdown
+from pipelines.output import counted
 from tools import points
 from tools.points import ALONE, BASELINE, CROSS_ENTROPY, HELD_OUT_SEED, METHOD, NAMES, Studies, Study
 
@@ -95,8 +96,7 @@ def accuracy(shares: Mapping[Any, float]) -> str:
 
 def with_seeds(shares: Mapping[Any, float]) -> str:
     """Return the accuracies of some seeds in words, with their number; "" of none."""
-    seeds = "1 seed" if len(shares) == 1 else f"{len(shares)} seeds"
-    return f"{accuracy(shares)}, {seeds}" if shares else ""
+    return f"{accuracy(shares)}, {counted(len(shares), 'seed')}" if shares else ""
 
 
 def plus_minus(differences: Sequence[float]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fastsuncet.config.problems import ConfigErrors, Problem, words
 from fastsuncet.config.schema import WITH_SMALL_CROPS, PerRank, Sections
+from pipelines.output import counted
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def arithmetic(
     largest = views * pieces[0][0] + pieces[0][1]
     if micro_batch is not None and largest > micro_batch:
         text = (
-            f"must be {largest * world_size:,} or more with {world_size} process{'es' * (world_size > 1)}: a piece has "
+            f"must be {largest * world_size:,} or more with {counted(world_size, 'process')}: a piece has "
             f"{largest} views or more on each, of {pieces[0][0]:,} unlabeled and {pieces[0][1]:,} labeled images"
         )
         raise ConfigErrors([Problem("criterion.micro_batch", text)])

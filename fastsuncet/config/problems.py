@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fastsuncet.errors import ConfigError
+from pipelines.output import counted
 
 WIDTH = 60  # characters of a value that a message repeats
 COMMAND_LINE = "command line"
@@ -54,7 +55,7 @@ class ConfigErrors(ConfigError):
             (replace(p, origin=replace(p.origin, written=", ".join(values))) for p, values in found.items()),
             key=lambda p: (p.origin.file == COMMAND_LINE, p.origin.file, p.origin.line),
         )
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        count = counted(len(self.problems), "problem")
         super().__init__(f"{count} in the config\n\n" + "\n".join(map(str, self.problems)))
 
 

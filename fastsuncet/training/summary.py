@@ -15,6 +15,7 @@ from fastsuncet.models.flops import Memory, memory_estimate, petaflops, run_macs
 from fastsuncet.training import methods
 from fastsuncet.versions import dali
 from pipelines.backend import dali_problem
+from pipelines.output import counted
 
 
 def summary(
@@ -38,7 +39,7 @@ def summary(
     if a.supervised_steps:
         several = f" x {a.labeled_views} views" if a.labeled_views > 1 else ""
         parts.append(f"{a.classes_per_batch} classes x {a.global_images_per_class} labeled{several}")
-    ranks = "1 process" if a.world_size == 1 else f"{a.world_size} processes"
+    ranks = counted(a.world_size, "process")
     view = f"6 x {view_macs(config) / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view"
     update = petaflops(update_macs(config, a, a.supervised_steps > 0))
     epoch, whole = update * a.steps_per_epoch, petaflops(run_macs(config, a))
@@ -175,8 +176,7 @@ def device_name(config: Config, place: Place) -> str:
     """Return the name of the GPU, or "CPU" with the number of threads that `config` takes there."""
     if place.device.type == "cuda":
         return torch.cuda.get_device_name(place.device)
-    threads = config.meta.threads or torch.get_num_threads()
-    return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
+    return f"CPU, {counted(config.meta.threads or torch.get_num_threads(), 'thread')}"
 
 
 def pixel_source(stream: PairedStream, asked: str) -> str:

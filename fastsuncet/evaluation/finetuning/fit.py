@@ -37,6 +37,7 @@ from fastsuncet.optim import SGD, warmup_cosine
 from fastsuncet.training.determinism import PRECISIONS
 from fastsuncet.training.trainer import COST, SPEED, Trainer, TrainingTask
 from pipelines.datasets.index import ImageIndex
+from pipelines.output import counted
 from pipelines.sampling.augmentation import Center
 
 # A classifier of features h that starts from a linear fit needs rates below about 1 / mean of |h|^2: at larger ones it
@@ -63,7 +64,7 @@ def resolve_batch(config: Config, section: str, images: int, of: str, world_size
         batch = min(batch, most)
     if 1 <= batch <= images and batch % parts == 0:
         return batch
-    sharing = "1 process" if world_size == 1 else f"{world_size} processes"
+    sharing = counted(world_size, "process")
     if passes > 1:
         sharing += f" in {passes} passes each ({section}.accumulate)"
     if not most:

@@ -52,7 +52,7 @@ from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
 from fastsuncet.versions import versions
 from pipelines.data_errors import DataError
-from pipelines.output import Say, first_five
+from pipelines.output import Say, counted, first_five
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning
 LEAST_UPDATES = 300  # of a fine-tuning that starts from the linear classifier: few labels make short epochs
@@ -272,7 +272,7 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
         if steps > f.epochs * epoch
         else ""
     )
-    ranks = "1 process" if place.world_size == 1 else f"{place.world_size} processes"
+    ranks = counted(place.world_size, "process")
     passes = "" if f.accumulate == 1 else f", in {f.accumulate} passes"
     left_over = count % batch
     over = f" (each leaves out {left_over:,} images, drawn anew)" if left_over else ""
