@@ -31,7 +31,7 @@ from fastsuncet.evaluation.encoder import Encoder, linear_layer, load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.job import RESULT
 from fastsuncet.evaluation.finetuning.record import labels_digest, module_digest
-from fastsuncet.evaluation.linear import FOLDS, choose_strength, fit_linear
+from fastsuncet.evaluation.linear import FOLDS, fit_linear, strength_of
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import labeled, require_finite, wilson_interval
 from fastsuncet.metrics.results import read_results
@@ -332,10 +332,8 @@ def fit_classifier(
 
     Which of the two, and one temperature, is chosen by cross-validation on the labels.
     """
-    count, strength = len(classes), config.linear.strength
-    method = config.npi.temperature or config.criterion.temperature
-    if strength == "auto":
-        strength = choose_strength(features, labels, count)
+    count, method = len(classes), config.npi.temperature or config.criterion.temperature
+    strength = strength_of(config.linear, features, labels, count)
     candidates: dict[str, Classify] = {LINEAR: partial(linear_logits, features, labels, count, strength)}
     projections = None if head is None else head.to(features.device)(features)
     if projections is not None:

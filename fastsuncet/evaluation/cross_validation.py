@@ -14,7 +14,7 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import knn_predict
-from fastsuncet.evaluation.linear import FOLDS, choose_strength, fit_linear, folds
+from fastsuncet.evaluation.linear import FOLDS, fit_linear, folds, strength_of
 from fastsuncet.evaluation.scoring import (
     LEARNED,
     Measured,
@@ -89,10 +89,7 @@ def cross_validated(
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     setting: dict[str, float] = {"folds": FOLDS, "repeats": REPEATS}
     if kind == "linear":
-        strength = config.linear.strength
-        if strength == "auto":
-            strength = choose_strength(features, labels, count)
-        setting["chosen_strength"] = strength
+        setting["chosen_strength"] = strength = strength_of(config.linear, features, labels, count)
 
         def classify(learned: Tensor, left_out: Tensor) -> Tensor:
             return linear_logits(features, labels, count, strength, learned, left_out).argmax(1)

@@ -161,6 +161,12 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
     return STRENGTHS[int(losses.argmin())]
 
 
+def strength_of(section: LinearSection, features: Tensor, labels: Tensor, num_classes: int) -> float:
+    """Return the strength in the config's section linear; auto: that of `choose_strength`, which is collective."""
+    given = section.strength
+    return choose_strength(features, labels, num_classes) if given == "auto" else given
+
+
 def fit_on_ranks(
     features: Tensor, labels: Tensor, num_classes: int, section: LinearSection
 ) -> tuple[LinearFit, float]:
@@ -169,9 +175,7 @@ def fit_on_ranks(
     Each rank makes it, of features that all have: in float64 that of all of ImageNet takes hours on some cards, and a
     rank that waited for it would run into the time limit of a collective.
     """
-    strength = section.strength
-    if strength == "auto":
-        strength = choose_strength(features, labels, num_classes)
+    strength = strength_of(section, features, labels, num_classes)
     options = {"strength": strength, "max_iterations": section.max_iterations}
     fit = fit_linear(features, labels, num_classes, **options)
     # Cards of two kinds round otherwise.
