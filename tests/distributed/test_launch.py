@@ -102,7 +102,6 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
         (8, False, "cpu", 0, torch.device("cpu")),
         (1, True, "auto", 5, torch.device("cuda", 0)),  # the only one that Slurm shows to a task
         (2, True, "auto", 2, "no GPU of its own"),
-        # The first kernel would end the run with "no kernel image is available", in a traceback.
         # The first kernel would end the run with a traceback: "no kernel image is available".
         (9, True, "auto", 7, r"no code for a card, 7\.0: it has sm_75 sm_90\. .* meta\.device=cpu"),
     ],
