@@ -9,11 +9,11 @@ srun, task per node   one Slurm task on each of several nodes: each starts the r
 
 import contextlib
 import functools
-import itertools
 import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -177,8 +177,21 @@ def work_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _store(rank: int, world_size: int, port: str | None) -> Store:
-    """Return torch's store with keys of their own for each group that this process joins."""
-    return PrefixStore(f"group {next(_groups)}", _server(rank, world_size, port))
+    """Return torch's store under a prefix that only the processes of this group know.
+
+    The store of torchrun's agent outlives ranks that it restarts, and still has the addresses of those that ended. So
+    rank 0 draws the prefix, and a rank takes it only as the answer to a key that this rank has drawn.
+    """
+    server, drawn = _server(rank, world_size, port), os.urandom(8).hex()
+    if rank == 0:
+        server.set("prefix", drawn)
+        for other in range(1, world_size):
+            server.set(server.get(f"{drawn} {other}").decode(), drawn)
+        return PrefixStore(drawn, server)
+    while not server.check([drawn]):  # "prefix" can be that of a rank 0 that has ended
+        server.set(f"{server.get('prefix').decode()} {rank}", drawn)
+        time.sleep(0.1)
+    return PrefixStore(server.get(drawn).decode(), server)
 
 
 @functools.cache  # a process can join again, and the server must outlive its first group
@@ -188,9 +201,6 @@ def _server(rank: int, world_size: int, port: str | None) -> Store:
     store = next(rendezvous("env://", rank, world_size, timeout=CONNECT if agents else START))[0]
     store.set_timeout(START)
     return store
-
-
-_groups = itertools.count()
 
 
 @contextlib.contextmanager

@@ -328,6 +328,24 @@ def test_rank_whose_agent_was_killed_before_it_came_ends(monkeypatch):
             pass
 
 
+def _join(rank: int, port: int, late: float) -> None:
+    started_by_an_agent(rank, port)
+    time.sleep(late)
+    with join("cpu"):
+        pass
+
+
+def test_join_of_ranks_that_an_agent_started_again_passes_over_those_that_ended():
+    """The agent's store still has the addresses of the ranks before, which nobody answers at."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for late in (0, 5):
+        first, other = (start_forked(_join, rank, store.port, late * (rank == 0)) for rank in (0, 1))
+        for process in (other, first):
+            process.join(20)
+            process.kill()
+        assert (first.exitcode, other.exitcode) == (0, 0)
+
+
 def test_rank_says_for_whom_it_waits_and_that_its_port_is_in_use(monkeypatch, capsys):
     """As one in a batch script without srun, and as one of a second job on the same machine."""
     monkeypatch.setattr(place, "NOTICE", 0.1)
