@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from fastsuncet.config.problems import Problem, words
 from fastsuncet.config.reader import Document, as_yaml
-from fastsuncet.config.schema import Schema
+from fastsuncet.config.schema import Schema, flat
 from pipelines.sampling.augmentation import Allowed
 
 # Keys of facebookresearch/suncet (both releases) that have another name here.
@@ -43,7 +43,12 @@ def field_problems(error: ValidationError, document: Document) -> list[Problem]:
             section, name = key, rest.pop(0)
             value = value.get(name) if isinstance(value, dict) else None
         key = f"{section}.{name}".lstrip(".")
-        if name not in schema.sections[section]:
+        if item["type"] == "json_invalid":  # the name of a folder or a file is bytes
+            for key, text in flat(document.values).items():
+                if str(text) != str(text).encode(errors="replace").decode():
+                    fix = "is not UTF-8, as a config is: rename that folder or file"
+                    problems[key] = Problem(key, f"{text} {fix}")
+        elif name not in schema.sections[section]:
             problems[key] = _unknown(schema, section, name)
         elif item["type"] == "missing" and not rest:
             missing.append(key)

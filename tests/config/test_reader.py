@@ -1,5 +1,6 @@
 """What a config file can hold, its base, and the overrides."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,11 @@ def test_reader_paths_are_relative_to_the_file_that_has_them(tmp_path, monkeypat
     monkeypatch.chdir("mine")
     assert load_config("../run/config.yaml") == config
     assert load_config("cifar10_simclr").data.root == f"{tmp_path}/mine/data/cifar10"
+    Path(unreadable := os.fsdecode(b"caf\xe9")).mkdir()
+    monkeypatch.chdir(unreadable)
+    with pytest.raises(ConfigErrors, match=r"data\.root: data/cifar10\n .*/cifar10 is not\s+UTF-8") as caught:
+        load_config("cifar10_simclr")
+    assert len(caught.value.problems) == 1
 
 
 def test_reader_problems_in_a_base_name_its_file():

@@ -1,5 +1,6 @@
 """Decide whether a loader uses the view operator, build it where it is not, and load it into DALI."""
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -116,7 +117,8 @@ def load(path: Path) -> None:
     from nvidia.dali import plugin_manager
 
     if not _loaded:
-        plugin_manager.load_library(str(path))
+        # As bytes: a home directory need not be UTF-8, and DALI refuses such a str.
+        plugin_manager.load_library(os.fsencode(path))  # pyright: ignore[reportArgumentType]
         _loaded.append(path.name)
     elif _loaded != [path.name]:  # DALI refuses a second operator of the same name
         raise RuntimeError(f"this process has already loaded {_loaded[0]}, so it cannot load {path.name}")

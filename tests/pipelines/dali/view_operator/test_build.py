@@ -202,6 +202,15 @@ def test_load_refuses_a_second_library_of_the_same_operator(monkeypatch, tmp_pat
         use.load(tmp_path / "second.so")
 
 
+def test_load_passes_a_path_that_is_not_utf8_as_bytes(monkeypatch):
+    """DALI refuses such a str with a TypeError."""
+    paths = []
+    monkeypatch.setattr(use, "_loaded", [])
+    monkeypatch.setattr("nvidia.dali.plugin_manager.load_library", paths.append)
+    use.load(Path(os.fsdecode(b"caf\xe9/view.so")))
+    assert paths == [b"caf\xe9/view.so"]
+
+
 def test_loader_refuses_the_view_operator_where_torchvision_reads(index):
     said = "true asks for an operator of DALI's, but torchvision reads the images"
     with pytest.raises(DataError, match=said):
