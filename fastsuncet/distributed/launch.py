@@ -15,10 +15,11 @@ import torch
 
 from fastsuncet.distributed.place import first_host, nodes_of_step, one_task_per_node, slurm_port
 from fastsuncet.distributed.signals import STOP_SIGNALS
-from fastsuncet.errors import Preempted
+from fastsuncet.errors import FastSuncetError, Preempted
 from fastsuncet.paths import cli_command
 from pipelines import atomic_files
 
+MEET = 600  # seconds, for which the agents of the nodes wait for the first one
 REASONS = (2, 3, 4, 5, 75, 124)  # exit codes that state a reason, see errors.py
 
 
@@ -30,6 +31,7 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     before = last_written(status)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     nodes, endpoint = 1, "localhost:0"
@@ -51,6 +53,8 @@ def start_ranks(arguments: list[str], status: Path) -> int:
         run_id=os.environ.get("SLURM_JOB_ID", "fastsuncet"),
         rdzv_backend="c10d",
         rdzv_endpoint=endpoint,
+        # Nodes start a minute apart where all of them import torch from one file server; the default is 60 s.
+        rdzv_configs={"read_timeout": MEET},
         max_restarts=0,
         monitor_interval=0.5,
         **handled,
@@ -71,6 +75,11 @@ def start_ranks(arguments: list[str], status: Path) -> int:
         elastic_launch(config, python)(*words, *arguments)
     except ChildFailedError as error:
         return job_exit_code([(failure.exitcode, failure.timestamp) for failure in error.failures.values()])
+    except RendezvousError as error:
+        raise FastSuncetError(
+            f"the first node's agent, at {endpoint}, did not start within {MEET} s or has ended, and this one with it; "
+            "the first node's message has the reason"
+        ) from error
     except SignalException as stop:
         code = atomic_files.read_object(status).get("exit_code")
         # What an earlier job wrote says nothing about this one, except that the same command continues the run.

@@ -16,12 +16,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from fastsuncet import cli
 from fastsuncet.distributed import launch, place
 from fastsuncet.distributed.place import explain_error, first_host, join, pick_device
 from fastsuncet.distributed.signals import STOP_SIGNALS
-from fastsuncet.errors import ConfigError, HungError
+from fastsuncet.errors import ConfigError, FastSuncetError, HungError
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from tests.support.ranks import start_forked, started_by_an_agent
@@ -78,8 +79,11 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
 
     class Older:
         def __init__(self, min_nodes, max_nodes, nproc_per_node, run_id, rdzv_backend, rdzv_endpoint, max_restarts,
-                     monitor_interval):  # fmt: skip
-            seen.update(nodes=min_nodes, ranks=nproc_per_node, endpoint=rdzv_endpoint)
+                     monitor_interval, rdzv_configs):  # fmt: skip
+            seen.update(nodes=min_nodes, ranks=nproc_per_node, endpoint=rdzv_endpoint, **rdzv_configs)
+
+    def gone(*words):
+        raise RendezvousConnectionError
 
     monkeypatch.setattr("torch.distributed.launcher.api.LaunchConfig", Older)
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: lambda *words: None)
@@ -89,7 +93,10 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
     for name, value in (SLURM | step | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}).items():
         monkeypatch.setenv(name, value)
     assert launch.start_ranks([], tmp_path / "status.json") == 0
-    assert seen == {"nodes": 2, "ranks": 8, "endpoint": "gpu007:24567"}
+    assert seen == {"nodes": 2, "ranks": 8, "endpoint": "gpu007:24567", "read_timeout": launch.MEET}
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: gone)
+    with pytest.raises(FastSuncetError, match=r"first node's agent, at gpu007:24567, .* or has ended"):
+        launch.start_ranks([], tmp_path / "status.json")
 
 
 @pytest.mark.parametrize(
