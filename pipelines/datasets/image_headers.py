@@ -20,8 +20,8 @@ NOT_READ = frozenset((".heic", ".heif", ".gif", ".avif"))
 # What the decoders read. PIL's forty other parsers are kept away from files that a stranger made.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF")
 MAX_PIXELS = 100_000_000
-# PIL warns of an attack from its own limit on, 89 megapixels.
-Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+# PIL warns of an attack from its own limit on, 89 megapixels. A program that has raised it keeps its own.
+Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS and max(Image.MAX_IMAGE_PIXELS, MAX_PIXELS)
 # More than cores: on a network disk a header is nearly all waiting.
 THREADS = 16
 # Files per task, at most: a future for each file would cost more than the file.

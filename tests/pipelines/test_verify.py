@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import runpy
 import struct
 from collections.abc import Container
 from pathlib import Path
@@ -14,6 +15,7 @@ from PIL import Image
 
 from pipelines import verify
 from pipelines.data_errors import DataError
+from pipelines.datasets import image_headers
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import load_index, save_index
@@ -162,6 +164,13 @@ def test_check_refuses_too_many_pixels_without_decoding_them(tmp_path, monkeypat
     assert decoded == [2]
     too_many = "more than 100 megapixels"
     assert checked.bad == {0: too_many, 1: f"11000 x 10000 pixels, {too_many}"}
+
+
+def test_limit_of_pil_that_a_program_has_raised_stays(monkeypatch):
+    for own, kept in ((None, None), (10**9, 10**9), (89_478_485, 100_000_000)):
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", own)
+        runpy.run_path(image_headers.__file__)
+        assert kept == Image.MAX_IMAGE_PIXELS
 
 
 def test_check_blames_a_decoder_that_refuses_everything(tmp_path, monkeypatch):
