@@ -36,11 +36,11 @@ class Suggestions(NamedTuple):
     """Images to label, and among how many they were found."""
 
     names: list[str]  # as a labels.csv has them, the first to label first
-    paths: list[Path]
+    paths: list[Path]  # for a page
     classes: tuple[str, ...]  # those of the labels so far
     labeled: int
     unlabeled: int
-    guesses: list[dict[str, float]]  # of each image its two best classes; empty where nothing can guess
+    guesses: list[dict[str, float]]  # for a page: of each image its two best classes, if any
 
 
 def suggest(
@@ -56,7 +56,7 @@ def suggest(
     shown = output.with_suffix(".html")
     if page:
         refuse_existing(shown, force)
-    found = suggestions(where, count, guess=page)
+    found = suggestions(where, count, page=page)
     table = io.StringIO(newline="")
     rows = [("file", "label"), *((name, "") for name in found.names)]
     csv.writer(table, lineterminator="\n").writerows(rows)
@@ -75,10 +75,11 @@ def suggest(
     )
 
 
-def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Suggestions:
+def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Suggestions:
     """Return the images that `suggest` writes. Raises DataError where fewer than `count` have no label.
 
-    With `guess`, the linear classifier of the run, which is fitted if there is none yet, guesses their classes.
+    With `page` it adds what a page shows: the files, and their classes as the linear classifier of the run, which is
+    fitted if there is none yet, guesses them.
     """
     place = one_process()
     encoder, config = encoder_of(where)
@@ -111,7 +112,7 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
     rows = typical(features, known, count, config.meta.seed)
     chosen = pool[rows.cpu().numpy()].tolist()
     guesses = []
-    if guess and len(np.unique(index.labels[pool[labeled[pool]]])) > 1:
+    if page and len(np.unique(index.labels[pool[labeled[pool]]])) > 1:
         run = run_of(encoder, config)
         classifier, _ = run_classifier(encoder, config, place, run, skip_bad=True)
         with torch.inference_mode():
@@ -122,7 +123,7 @@ def suggestions(where: Path | Config, count: int, *, guess: bool = False) -> Sug
         ]
     return Suggestions(
         [index.name(i) for i in chosen],
-        [Path(index.path(i)) for i in chosen],
+        [Path(index.path(i)) for i in chosen] if page else [],
         index.classes,
         int(labeled.sum()) + len(images.held_out or ()),
         len(unlabeled),

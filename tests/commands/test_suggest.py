@@ -14,6 +14,7 @@ from fastsuncet.commands.labeling_page import labeling_page
 from fastsuncet.commands.suggest import suggestions
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.suggestions import typical
+from tests.support.exports import save_run
 from tests.support.pictures import write_image
 
 
@@ -96,6 +97,19 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, capsys):
     picture(run.parent / "mine" / "later.png", "red", 40)
     assert cli.main([*words, "--page", "--force"]) == 0
     assert capsys.readouterr().out.count("has 1 new image, left out") == 1
+
+
+@pytest.mark.slow
+def test_suggest_names_images_that_have_no_file(tmp_path):
+    made = ("kind=synthetic", "root=null", "synthetic.images=20", "synthetic.size=8", "split.kind=bernoulli")
+    save_run(
+        tmp_path / "run",
+        *(f"data.{each}" for each in made),
+        "data.split.file=null",
+        "data.split.fraction=0.1",
+        "data.split.sha256=null",
+    )
+    assert len(set(fastsuncet.suggest(tmp_path / "run", 2))) == 2
 
 
 @pytest.mark.slow
