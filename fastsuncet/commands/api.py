@@ -198,7 +198,7 @@ def _opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
     if isinstance(images, (str, Path)):
         index = image_tree(images, upright=upright)
         return index, [index.name(i) for i in range(len(index))]
-    files = list(images)
+    files = list(images) if isinstance(images, Iterable) else [images]
     if others := [file for file in files if not isinstance(file, (str, os.PathLike))]:
         kind = type(others[0]).__name__
         raise DataError(

@@ -139,6 +139,7 @@ def test_train_and_embed_refuse_images_that_are_none(tmp_path):
         (["a.jpg"], {"a.jpg": "cat"}, "one dictionary of files and their classes"),
         ({"a.jpg": "cat"}, ["cat"], "one dictionary of files and their classes"),
         (["a.jpg", "a.jpg"], None, "given more than once"),
+        (PIL.Image.new("RGB", (8, 8)), None, "paths, not Image: give pixels as one array"),
         ([np.zeros((8, 8, 3), np.uint8)], None, "paths, not ndarray: give pixels as one array"),
     )
     for images, labels, said in cases:
