@@ -72,7 +72,8 @@ class LARS(DeviceLR):
     allocates state (a CUDA graph would replay its zeros). They copy the layout of the parameters: convert
     the model first.
 
-    Raises ValueError for settings out of range, RuntimeError for a sparse gradient.
+    Raises ValueError for settings out of range and for parameters that FSDP has sharded, RuntimeError for a sparse
+    gradient.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then leaves `grad_scale` and `found_inf` here for step()
@@ -110,6 +111,12 @@ class LARS(DeviceLR):
             raise ValueError(f"LARS: implementation {implementation!r} is not one of {names}")
         super().add_param_group(param_group)
         for p in self.param_groups[-1]["params"]:
+            # A shard has its own norm, and by FSDP's first version nothing shows that it is not the tensor's.
+            if hasattr(p, "placements") or hasattr(p, "_fsdp_flattened"):
+                raise ValueError(
+                    f"LARS: a parameter of shape {tuple(p.shape)} is sharded over ranks, and LARS needs the norm of "
+                    "the whole tensor: wrap the network in DDP instead of FSDP"
+                )
             self.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
 
     @torch.no_grad()

@@ -8,10 +8,13 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, LARSSettings, lars_apex, lars_kernel, parameter_groups
@@ -310,6 +313,20 @@ def test_lars_arguments_out_of_range_are_refused(options, expected):
     for params, keywords in (([p], options), ([{"params": [p], **options}], {})):
         with pytest.raises(ValueError, match=f"LARS: .*{expected}"):
             LARS(params, **{"lr": 0.1, **keywords})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP")
+def test_lars_refuses_parameters_that_fsdp_has_sharded():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        first = FullyShardedDataParallel(nn.Linear(4, 3), use_orig_params=True, device_id=torch.device("cpu"))
+        second = fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (1,)))
+        for network in (first, second):
+            with pytest.raises(ValueError, match=r"LARS: .* is sharded over ranks.*DDP instead of FSDP"):
+                LARS(network.parameters(), 0.1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_lars_refuses_a_sparse_gradient():
