@@ -14,6 +14,7 @@ import torch
 import fastsuncet
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as train_command
+from fastsuncet.commands.api import in_a_callers_process
 from fastsuncet.commands.init import survey
 from fastsuncet.config import ConfigErrors
 from fastsuncet.errors import CheckpointError, ConfigError, Preempted
@@ -126,6 +127,20 @@ def test_calls_from_a_program_with_its_own_defaults_and_a_relative_folder(tmp_pa
     assert flat.shape == (12, 3 * 16 * 16)
     with pytest.raises(ConfigError, match=r"\(images, width\), not to a tensor \(12, 3, 16, 16\)"):
         fastsuncet.embed(torch.nn.Identity(), pixels, view=encoder.view)
+
+
+def test_calls_in_two_threads_restore_what_was_before_both():
+    first, second = in_a_callers_process(), in_a_callers_process()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            with first:
+                other.submit(second.__enter__).result()
+            assert torch.get_default_dtype() == torch.float32, "the other call is still computing"
+            other.submit(second.__exit__, None, None, None).result()
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_train_and_embed_refuse_images_that_are_none(tmp_path):
