@@ -18,7 +18,7 @@ from fastsuncet.commands.folder_pass import (
     one_process,
     skipped_lines,
 )
-from fastsuncet.commands.labeling_page import labeling_page
+from fastsuncet.commands.labeling_page import SAVED, labeling_page
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation.classifier import run_classifier, run_of
@@ -68,11 +68,14 @@ def suggest(
     say_line(f"wrote {output}: {count:,} of {found.unlabeled:,} images without a label")
     if (labels := found.labeled + count) > SHOWN_TO_HELP:
         say_line(f"note: with {labels:,} labels a gain over random images is undecided, see RESULTS.md")
-    say_line(
-        f"next  open {shown}, and add the lines of the new-labels.csv that it saves to your CSV"
-        if page
-        else "next  write each label behind its comma, add the lines to your CSV"
-    )
+    how = f"open {shown}, which saves {SAVED}" if page else "write each label behind its comma"
+    if found.labeled:
+        say_line(f"next  {how}, and add the lines to your CSV")
+    else:
+        say_line(f"next  {how}")
+        say_line(
+            f"then  fastsuncet init FOLDER --labels {SAVED if page else output} --weights RUN --output again.yaml"
+        )
 
 
 def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Suggestions:

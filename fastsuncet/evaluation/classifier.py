@@ -313,8 +313,9 @@ def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray
     if not len(chosen):
         raise config.error(
             "data.split.kind" if len(images.train.classes) else "data.kind",
-            "no image has a label, and a classifier learns from labels. Give them in a CSV: data.kind=csv "
-            "data.csv=labels.csv, with the header file,label",
+            "no image has a label, and a classifier learns from labels. Write some into a CSV with the header "
+            "file,label, and kind: csv and csv: labels.csv into the section data of the config; or train on them: "
+            "fastsuncet init FOLDER --labels labels.csv --weights RUN",
         )
     return images.train, chosen
 

@@ -165,9 +165,12 @@ def few_labels_note(counts: np.ndarray, classes: Sequence[str]) -> list[str]:
     few = np.flatnonzero((counts > 0) & (counts < FEW))
     if not len(few):
         return []
-    names, verb = first_five([classes[int(i)] for i in few]), "class has" if len(few) == 1 else "classes have"
+    names = first_five([classes[int(i)] for i in few])
+    verb, each = ("class has", "it") if len(few) == 1 else ("classes have", "each")
     alone = ", and a single label is not judged" if (counts[few] == 1).any() else ""
-    return [f"{len(few)} {verb} fewer than {FEW} labels ({names}): this tells nearly nothing of each{alone}"]
+    return [
+        f"{len(few)} {verb} fewer than {FEW} labels ({names}): this tells nearly nothing of {each}{alone}"
+    ]
 
 
 def own_rows(place: Place) -> slice:
@@ -188,17 +191,28 @@ def true_labels(images: Images, place: Place) -> Tensor:
     return torch.from_numpy(labels).to(place.device)
 
 
+def require_split(config: Config) -> None:
+    """Raise ConfigErrors where the config selects no labeled images."""
+    if config.data.kind == "images":
+        raise config.error(
+            "data.kind",
+            "these images have no labels, and this command learns from labels. Give them in a CSV with the header "
+            "file,label: data.kind=csv data.csv=labels.csv data.split.kind=csv",
+        )
+    if config.data.split.kind == "none":
+        raise config.error(
+            "data.split.kind",
+            "this command learns from labeled training images, and the config selects none. Set data.split.kind=all "
+            "to use every training image, or the split of the runs to compare with",
+        )
+
+
 def supports(images: Images, config: Config) -> np.ndarray:
     """Return the labeled training images that can be read, int64 ascending: one or more of each class to recognize.
 
     Raises ConfigErrors where the config selects no labeled images, DataError for a class without one.
     """
-    if config.data.split.kind == "none":
-        raise config.error(
-            "data.split.kind",
-            "this evaluation learns from labeled training images, and the config selects none. Set "
-            "data.split.kind=all to use every training image, or the split of the runs to compare with",
-        )
+    require_split(config)
     chosen, classes = labeled(images), len(images.train.classes)
     if images.held_out is None:
         return chosen

@@ -243,7 +243,7 @@ def test_finetune_names_what_is_wrong_with_an_exit_code_and_writes_nothing(runs,
         (2, "3 passes each (finetune.accumulate): a multiple of 3 can", "finetune.accumulate=3"),
         (2, "can, such as 154", "finetune.batch_size=160", "finetune.accumulate=7"),
         (2, "160 labeled images cannot be shared by 1 process in 161 passes", "finetune.accumulate=161"),
-        (2, "fine-tuning learns from labeled training images", *unlabeled),
+        (2, "learns from labeled training images, and the config selects none", *unlabeled),
         (3, "held out", *pictures),
         (3, "no labeled image to fine-tune on", "data.split.fraction=1e-9"),
     ):

@@ -42,6 +42,7 @@ from fastsuncet.evaluation.scoring import (
     measured,
     own_rows,
     per_class,
+    require_split,
     standard_error,
     true_labels,
     wilson_interval,
@@ -67,12 +68,7 @@ def resolve_sizes(config: Config, images: Images, place: Place) -> Config:
     Raises ConfigErrors, at the key's line, for labels that are not there and a batch that does not fit them; DataError
     where a fraction of the images selected none.
     """
-    if config.data.split.kind == "none":
-        raise config.error(
-            "data.split.kind",
-            "fine-tuning learns from labeled training images, and none are named here. For example "
-            "data.split.kind=all for every training image, or the split that other runs are compared on",
-        )
+    require_split(config)
     chosen, f = labeled(images), config.finetune
     if not len(chosen):
         raise DataError(f"there is no labeled image to fine-tune on: {images.split}")
