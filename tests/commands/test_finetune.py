@@ -131,6 +131,7 @@ def test_finetune_refuses_other_settings_by_key_unless_named_otherwise(whole, tm
     assert "finetune.write_tag=" in error
     assert {path: path.stat().st_mtime_ns for path in files} == before
     assert run(runs, "finetune.lr=0.5", "finetune.epochs=1", "finetune.write_tag=fast") == 0
+    assert ", 2 in 1 epoch\n" in capsys.readouterr().out
     assert sorted(record["setting"]["lr"] for record in results(runs)) == [0.0125, 0.5]
     assert folder(runs, "fast").is_dir()
 

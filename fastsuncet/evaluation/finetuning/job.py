@@ -270,7 +270,9 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
     )
     ranks = counted(place.world_size, "process")
     passes = "" if f.accumulate == 1 else f", in {f.accumulate} passes"
-    left_over = count % batch
+    normed = any(isinstance(x, torch.nn.modules.batchnorm._BatchNorm) for x in encoder.module.modules())
+    norm = f"; BatchNorm over {batch // parts:,} of them" if normed else ""
+    left_over, length = count % batch, steps / epoch
     over = f" (each leaves out {left_over:,} images, drawn anew)" if left_over else ""
     decay = f"weight decay {f.weight_decay:g}" if f.weight_decay else "no weight decay"
     momentum = f"{'Nesterov ' if f.nesterov else ''}momentum {f.momentum:g}"
@@ -287,8 +289,8 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
     return [
         *lines,
         f"labels   {job.images.split}",
-        f"batch    {batch:,} images on {ranks}{passes}; BatchNorm over {batch // parts:,} of them",
-        f"steps    {epoch:,} an epoch{over}, {steps:,} in {steps / epoch:.4g} epochs{least}",
+        f"batch    {batch:,} images on {ranks}{passes}{norm}",
+        f"steps    {epoch:,} an epoch{over}, {steps:,} in {length:.4g} epoch{'s' * (length != 1)}{least}",
         *([f"start    {start}"] if f.head == "linear" else []),
         f"SGD      lr {lr:g} to 0 along half a cosine, {momentum}, {decay}",
         f"compute  {petaflops(macs * steps * batch):.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image{times}",
