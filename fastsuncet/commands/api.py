@@ -51,6 +51,35 @@ if TYPE_CHECKING:
 
 
 @contextmanager
+def kept_switches() -> Iterator[None]:
+    """Compute in float32, and restore torch's switches at the end."""
+    # Since torch 2.9 TF32 has a second switch. Where a program has used it, the first cannot be read.
+    newer = (torch.backends, cudnn, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul)
+    owners = [
+        *((owner, "fp32_precision") for owner in newer),
+        *((cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
+        (deterministic, "fill_uninitialized_memory"),
+        *((sys.modules.get("torch._inductor.config"), name) for name in UNTIMED),
+    ]
+    with ExitStack() as undo:
+        for owner, name in owners:
+            with suppress(AttributeError, RuntimeError):
+                undo.callback(setattr, owner, name, getattr(owner, name))
+        with suppress(RuntimeError):  # restored before the newer switches
+            undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        exact = torch.are_deterministic_algorithms_enabled()
+        undo.callback(torch.use_deterministic_algorithms, exact, warn_only=warn_only)
+        undo.callback(torch.set_num_threads, torch.get_num_threads())
+        undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+        undo.callback(cuda.enable_flash_sdp, cuda.flash_sdp_enabled())
+        undo.callback(cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled())
+        undo.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
+@contextmanager
 def in_a_callers_process() -> Iterator[None]:
     """Compute as in a new process, whatever torch's defaults and modes are, and leave its switches as they were.
 
@@ -60,7 +89,7 @@ def in_a_callers_process() -> Iterator[None]:
     global _calls
     with _lock:
         if not _calls:
-            _keep_switches()
+            _undo.enter_context(kept_switches())
         _calls += 1
     try:
         with torch.inference_mode(False), torch.enable_grad(), ExitStack() as undo:
@@ -78,32 +107,6 @@ def in_a_callers_process() -> Iterator[None]:
 
 
 _lock, _calls, _undo = threading.Lock(), 0, ExitStack()
-
-
-def _keep_switches() -> None:
-    """Let `_undo` restore torch's switches as they are now, and compute in float32."""
-    # Since torch 2.9 TF32 has a second switch. Where a program has used it, the first cannot be read.
-    newer = (torch.backends, cudnn, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul)
-    owners = [
-        *((owner, "fp32_precision") for owner in newer),
-        *((cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
-        (deterministic, "fill_uninitialized_memory"),
-        *((sys.modules.get("torch._inductor.config"), name) for name in UNTIMED),
-    ]
-    for owner, name in owners:
-        with suppress(AttributeError, RuntimeError):
-            _undo.callback(setattr, owner, name, getattr(owner, name))
-    with suppress(RuntimeError):  # restored before the newer switches
-        _undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    exact = torch.are_deterministic_algorithms_enabled()
-    _undo.callback(torch.use_deterministic_algorithms, exact, warn_only=warn_only)
-    _undo.callback(torch.set_num_threads, torch.get_num_threads())
-    _undo.callback(torch.set_default_dtype, torch.get_default_dtype())
-    _undo.callback(cuda.enable_flash_sdp, cuda.flash_sdp_enabled())
-    _undo.callback(cuda.enable_mem_efficient_sdp, cuda.mem_efficient_sdp_enabled())
-    _undo.callback(cuda.enable_cudnn_sdp, cuda.cudnn_sdp_enabled())
-    torch.set_default_dtype(torch.float32)
 
 
 @in_a_callers_process()

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fastsuncet.config import Arithmetic, Config
+from fastsuncet.config.reader import as_yaml
 from fastsuncet.data.dataset import Images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, Batch, PairedStream
 from fastsuncet.distributed.collectives import broadcast
@@ -149,7 +150,7 @@ class Pretraining(TrainingTask[Batch]):
         changed = self.config.written.changed_keys(meta["config"])
         if changed:
             lines = [
-                f"{key}: {old!r} in the checkpoint, {new!r} now{NOTES.get(key, '')}"
+                f"{key}: {as_yaml(old)} in the checkpoint, {as_yaml(new)} now{NOTES.get(key, '')}"
                 for key, old, new in changed
             ]
             raise CheckpointError(

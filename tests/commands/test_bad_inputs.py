@@ -157,7 +157,7 @@ CASES = {
         lambda: CONFIG.write_text(RUN.replace("resnet_tiny", "resnet18")),
         (2, "is not the network of"),
         init=GOOD,
-        train=(5, "model.name: 'resnet_tiny' in the checkpoint, 'resnet18' now"),
+        train=(5, "model.name: resnet_tiny in the checkpoint, resnet18 now"),
     ),
     "no run": Case(
         lambda: shutil.rmtree("runs"),

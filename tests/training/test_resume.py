@@ -70,7 +70,7 @@ def test_run_of_torchs_optimizer_continues_to_the_same_bits(optimizer, pieces, t
     train(stopped, stop_at=4)
     train(stopped)
     assert_equal_to_the_bit(final_state(stopped), final_state(straight))
-    with pytest.raises(CheckpointError, match=r"optimization.optimizer: .* in the checkpoint, 'lars' now"):
+    with pytest.raises(CheckpointError, match=r"optimization.optimizer: .* in the checkpoint, lars now"):
         train(tiny_config(tmp_path / "straight", *options[1:]))
 
 

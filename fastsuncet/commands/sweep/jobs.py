@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fastsuncet.commands.sweep.runs import Job
 from fastsuncet.config import Config, ConfigErrors
-from fastsuncet.config.reader import parse
+from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.metrics.results import asked, read_results
 from pipelines import atomic_files
 
@@ -92,7 +92,9 @@ def _training_state(config: Config, status: dict[str, Any]) -> JobState:
     if changed:
         key, old, new = changed[0]
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        text = f"{written.parent} holds a run with {key}: {old}, and this one has {new}{more}"
+        text = (
+            f"{written.parent} holds a run with {key}: {as_yaml(old)}, and this one has {as_yaml(new)}{more}"
+        )
         return JobState(False, "other settings", f"{text}. Rename the sweep, or move that folder away")
     if not status:
         return JobState(False, "to do")
