@@ -59,7 +59,9 @@ def suggest(
     found = suggestions(where, count, page=page)
     table = io.StringIO(newline="")
     rows = [("file", "label"), *((name, "") for name in found.names)]
-    csv.writer(table, lineterminator="\n").writerows(rows)
+    # A space before a cell is left out when the table is read, unless the cell is quoted.
+    quoting = csv.QUOTE_ALL if any(name[0] == " " for name in found.names) else csv.QUOTE_MINIMAL
+    csv.writer(table, lineterminator="\n", quoting=quoting).writerows(rows)
     text = labeling_page(found.names, found.paths, found.classes, found.guesses) if page else ""
     with disk_errors(output, "--output"):
         if page:  # first: of the two it is the one that a full disk refuses
