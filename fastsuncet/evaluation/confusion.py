@@ -1,6 +1,7 @@
 """The result of an evaluation with a classifier, and a picture beside it: which classes are taken for which."""
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.metrics.results import write_result
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
+from pipelines.output import say_line
 
 NUMBERED, NAMED = 20, 60  # with more classes the matrix has no numbers in its cells, no names at its sides
 CELLS = 1000  # of a side; with more classes a cell has several, and shows the largest of their shares
@@ -88,7 +90,11 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     text.text(0, 1, lines, **style, transform=text.transAxes).set_in_layout(False)
     figure.suptitle(title, fontsize=13, parse_math=False)
     stream = io.BytesIO()
-    figure.savefig(stream, format="png", dpi=150)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        figure.savefig(stream, format="png", dpi=150)
+    if any("missing from font" in str(each.message) for each in found):
+        say_line("note     names have letters that matplotlib has no font for: they are boxes in the picture")
     return stream.getvalue()
 
 

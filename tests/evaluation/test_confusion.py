@@ -29,14 +29,15 @@ def test_confusion_picture_lists_pairs_and_classes_by_name():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("classes", [2, 30, 300, 30_000])
-def test_confusion_picture_is_drawn_for_any_number_of_classes_and_any_name(classes):
+def test_confusion_picture_is_drawn_for_any_number_of_classes_and_any_name(classes, capsys):
     """Right cells are blue and wrong ones red, so the picture has both. A matrix of 30,000 classes would have 7 GB."""
     truth = torch.arange(classes).repeat(4)
     predicted = truth.clone()
     predicted[0] = classes // 2
     names = [f"$\\nname\udc80 {i}{'x' * 60}" for i in range(classes)]
-    picture = Image.open(io.BytesIO(confusion_picture(per_class(predicted, truth, names), "$title")))
+    picture = Image.open(io.BytesIO(confusion_picture(per_class(predicted, truth, names), "$title 日")))
     pixels = np.asarray(picture.convert("RGB")).astype(int)
+    assert capsys.readouterr().out.count("no font") == 1
     assert picture.size == (2100, 1260)
     assert (pixels[[0, -1]] == 255).all() and (pixels[:, [0, -1]] == 255).all()  # no name is cut by an edge
     blue, red = pixels[..., 2] - pixels[..., 0], pixels[..., 0] - pixels[..., 2]
