@@ -123,11 +123,11 @@ class Loader:
             )
 
     def _replace(self, found: Mapping[int, str]) -> None:
-        """Choose a stand-in for each bad image in `found` (index -> reason) and each one found before."""
+        """Choose a stand-in for each bad image in `found` (index -> reason), and for each that had one of these."""
         self.bad.update(self._by_path(found))
         known = {**self.replaced, **found}
-        # All are chosen again: an earlier stand-in can be among the bad ones now.
-        for bad in known:
+        # An earlier stand-in can be among the bad ones now. One that is not is still the first good candidate.
+        for bad in [bad for bad in known if self.replaced.get(bad, bad) in known]:
             candidates = (self._plan.stand_in(bad, attempt) for attempt in range(STAND_IN_ATTEMPTS))
             stand_in = next((each for each in candidates if each not in known), None)
             if stand_in is None:

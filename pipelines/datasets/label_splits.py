@@ -120,7 +120,7 @@ def validated_by(index: ImageIndex, file: str | Path) -> tuple[np.ndarray, np.nd
 def without(index: ImageIndex, split: Split, chosen: np.ndarray) -> tuple[ImageIndex, Split]:
     """Return the index and the split without the images `chosen`, int64 ascending."""
     kept = np.delete(np.arange(len(index)), chosen)
-    left = np.searchsorted(kept, np.setdiff1d(split.indices, chosen))
+    left = np.searchsorted(kept, np.setdiff1d(split.indices, chosen, assume_unique=True))
     index = index.take(kept)
     return index, _split(index, left, f"{split.source}, without {len(chosen)} validation images")
 

@@ -56,6 +56,8 @@ class Names(Sequence[str]):
 
     def take(self, numbers: np.ndarray) -> "Names":
         """Return the names at `numbers`, int64, ascending and each once."""
+        if len(numbers) == len(self):
+            return self
         chosen = np.zeros(len(self), bool)
         chosen[numbers] = True
         return Names(self.lines[np.repeat(chosen, np.diff(self._ends, prepend=-1))])

@@ -76,12 +76,12 @@ class Plan:
         must not reach it, not even this way.
         """
         pool = self.sampler.indices
+        (draw,) = uniform(self.seed, f"{self.role}/stand-in", (0, attempt, bad, 0), 1)
         if pool is None:
-            pool = np.arange(len(self.index.labels))
-        elif attempt < SAME_CLASS_ATTEMPTS:
+            return int(draw * len(self.index))
+        if attempt < SAME_CLASS_ATTEMPTS:
             same_class = pool[self.index.labels[pool] == self.index.labels[bad]]
             pool = same_class if len(same_class) > 1 else pool
-        (draw,) = uniform(self.seed, f"{self.role}/stand-in", (0, attempt, bad, 0), 1)
         return int(pool[int(draw * len(pool))])
 
 
