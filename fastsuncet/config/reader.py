@@ -94,8 +94,15 @@ class Document:
     origins: dict[str, Origin] = field(default_factory=dict)
 
     def lay(self, over: "Document") -> None:
-        """Lay `over` on this document: sections are merged key by key, other values are replaced."""
+        """Lay `over` on this document: sections are merged key by key, other values are replaced.
+
+        Epochs also replace steps, which would hide them: both are the length of the run.
+        """
         self.values, self.origins = _merged(self.values, over.values), self.origins | over.origins
+        run = over.values.get("optimization")
+        if isinstance(run, dict) and run.get("epochs") is not None and "steps" not in run:
+            self.values["optimization"].pop("steps", None)
+            self.origins.pop("optimization.steps", None)
 
     def with_whole_paths(self, folder: str) -> "Document":
         """Make the relative paths of INPUTS whole, as seen from `folder` ("": the working directory); return itself."""

@@ -452,7 +452,7 @@ class OptimizationSection(Section):
     epochs: Count | None = None
     """passes over the unlabeled images"""
     steps: Count | None = None
-    """updates; takes precedence over epochs where both are written"""
+    """updates; where epochs are written too, the later of the two counts, and steps in one file"""
     lr: Positive
     """learning rate after the warm-up"""
     start_lr: NotNegative = 0.0

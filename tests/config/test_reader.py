@@ -131,6 +131,20 @@ def test_reader_problems_in_a_base_name_its_file():
     ]
 
 
+@pytest.mark.parametrize(
+    ("written", "override", "length"),
+    [
+        ("steps: 9", "epochs=20", (20, None)),
+        ("steps: 9", "epochs=null", (None, 9)),
+        ("epochs: 100", "steps=9", (100, 9)),
+        ("{epochs: 100, steps: 9, lr: 1.0}", "lr=2.0", (100, 9)),
+    ],
+)
+def test_reader_epochs_replace_steps_that_were_written_before(written, override, length):
+    run = load(f"{GOOD.split('  epochs')[0]}  {written}\n", "optimization.lr=1.0", f"optimization.{override}")
+    assert (run.optimization.epochs, run.optimization.steps) == length
+
+
 def test_reader_batch_sizes_replace_each_other():
     """A size over all processes replaces one per process, and the other way round."""
     write("base.yaml", GOOD.replace("size: 256", "size: {per_rank: 32}"))
