@@ -218,10 +218,6 @@ class ClassSampler:
                 f"{self.classes_per_batch} classes a batch do not divide {len(self._classes)} classes: every "
                 f"{cycle} leaves out {left_out}, drawn anew"
             )
-        if m == 1:
-            notes.append(
-                "one image per class and batch: no labeled image has a positive. Cross-entropy needs none, SuNCEt does"
-            )
         shared, repeated = (n <= self._counts) & (self._counts < m), self._counts < n
         for which, why in (
             (shared, f"the {m} a batch takes: several ranks take the same image"),
