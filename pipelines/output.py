@@ -34,6 +34,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
+def span(least: int, most: int) -> str:
+    """Return "3 to 2,000", or "5" where both are 5."""
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
 say_once = functools.cache(say_line)
 
 

@@ -16,7 +16,7 @@ import torch
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import leaves_root, listed_lines
-from pipelines.output import first_five
+from pipelines.output import first_five, span
 
 # The lists of SimCLR's authors, which SuNCEt's reuse, named there by the share that is *not* labeled (99 and
 # 90 percent): sha256 -> what it is and how many training images it names.
@@ -39,9 +39,10 @@ class Split:
     def __str__(self) -> str:
         if not len(self.indices):
             return f"no labeled images ({self.source})"
+        each = span(self.per_class.min(), self.per_class.max())
         return (
-            f"{len(self.indices):,} labeled images, {self.per_class.min():,} to {self.per_class.max():,} in each "
-            f"of {len(self.per_class):,} classes ({self.source}; names {self.fingerprint[:12]})"
+            f"{len(self.indices):,} labeled images, {each} in each of "
+            f"{len(self.per_class):,} classes ({self.source}; names {self.fingerprint[:12]})"
         )
 
 

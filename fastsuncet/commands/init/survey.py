@@ -26,7 +26,7 @@ from pipelines.datasets.folders import existing_folder, image_folder, image_tree
 from pipelines.datasets.image_headers import EXTENSIONS
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import INDEX, open_pack
-from pipelines.output import counted, first_five, say_line
+from pipelines.output import counted, first_five, say_line, span
 
 VALIDATION = ("val", "valid", "validation", "test")
 SAMPLE = 12  # images that are decoded to time it
@@ -113,9 +113,8 @@ def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: n
     size = f"shorter side {sides.min()} to {sides.max()} pixels, median {int(np.median(sides))}"
     lines = [f"{'images':<9}{len(index):,} below {index.root}; {size}; {upright:.0%} upright"]
     if counts.sum():
-        few, many = int(counts.min()), int(counts.max())
         names = ", ".join(index.classes[:6]) + (", ..." if len(index.classes) > 6 else "")
-        text = f"{counts.sum():,} of {len(counts):,} classes ({names}), {few:,} to {many:,} in a class"
+        text = f"{counts.sum():,} of {len(counts):,} classes ({names}), {span(counts.min(), counts.max())} in a class"
     else:
         text = "none"
     lines.append(f"{'labels':<9}{text}")

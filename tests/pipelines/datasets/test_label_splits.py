@@ -132,6 +132,8 @@ def test_split_has_counts_and_a_fingerprint(index, names):
     assert str(replace(split, per_class=split.per_class + 1000)).startswith(
         "3 labeled images, 1,000 to 1,002 in"
     )
+    alike = np.full(4, 2)
+    assert str(replace(split, per_class=alike)).startswith("3 labeled images, 2 in each of 4 classes")
 
 
 def test_listed_compares_the_sha256(index, names):
