@@ -97,14 +97,10 @@ ShareOrZero = Annotated[float, Ge(0), Le(1), described("a share from 0 to 1, suc
 Momentum = Annotated[float, Ge(0), Lt(1)]
 
 
-def each_once(values: tuple) -> bool:
-    """Return whether no value is there twice: folders have their names to six digits."""
-    return len({f"{x:.6g}" if isinstance(x, float) else x for x in values}) == len(values)
-
-
 def different(values: tuple) -> bool:
-    """Return whether there are values, and each is there once."""
-    return len(values) > 0 and each_once(values)
+    """Return whether there are values, and each is there once: folders have their names to six digits."""
+    names = {f"{x:.6g}" if isinstance(x, float) else x for x in values}
+    return 0 < len(names) == len(values)
 
 
 Rates = Annotated[
@@ -121,7 +117,10 @@ Datasets = Annotated[
 ]
 Exports = Annotated[
     tuple[Literal["torchvision", "timm", "safetensors", "onnx"], ...],
-    Allowed(each_once, "a list of torchvision, timm, safetensors and onnx, each once, or []"),
+    Allowed(
+        lambda names: different(names) or not names,
+        "a list of torchvision, timm, safetensors and onnx, each once, or []",
+    ),
 ]
 TIMM = "timm/"  # before the name of a network of timm's
 Network = Literal["resnet50", "resnet34", "resnet18", "wide_resnet28w2", "resnet_tiny"]

@@ -193,17 +193,12 @@ def true_labels(images: Images, place: Place) -> Tensor:
 
 def require_split(config: Config) -> None:
     """Raise ConfigErrors where the config selects no labeled images."""
-    if config.data.kind == "images":
-        raise config.error(
-            "data.kind",
-            "these images have no labels, and this command learns from labels. Give them in a CSV with the header "
-            "file,label: data.kind=csv data.csv=labels.csv data.split.kind=csv",
-        )
     if config.data.split.kind == "none":
         raise config.error(
             "data.split.kind",
             "this command learns from labeled training images, and the config selects none. Set data.split.kind=all "
-            "to use every training image, or the split of the runs to compare with",
+            "to use every training image, or the split of the runs to compare with. Images without labels need a CSV "
+            "with the header file,label: data.kind=csv data.csv=labels.csv data.split.kind=csv",
         )
 
 
