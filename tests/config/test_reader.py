@@ -114,7 +114,9 @@ def test_reader_paths_are_relative_to_the_file_that_has_them(tmp_path, monkeypat
     assert load_config("cifar10_simclr").data.root == f"{tmp_path}/mine/data/cifar10"
     Path(unreadable := os.fsdecode(b"caf\xe9")).mkdir()
     monkeypatch.chdir(unreadable)
-    with pytest.raises(ConfigErrors, match=r"data\.root: data/cifar10\n .*/cifar10\s+is\s+not\s+UTF-8") as caught:
+    with pytest.raises(
+        ConfigErrors, match=r"data\.root: data/cifar10\n .*/cifar10\s+is\s+not\s+UTF-8"
+    ) as caught:
         load_config("cifar10_simclr")
     assert len(caught.value.problems) == 1
 
