@@ -49,7 +49,7 @@ def check(
         raise DataError("these data are held in memory: there is no file to check")
     options = LoaderOptions(choose_backend(backend), device, threads=threads, view_operator=False)
     bad, refused = dict(index.bad), []
-    good = np.delete(np.arange(len(index)), list(bad))
+    good = index.good()
     # Powers of two, so that images of like sizes are decoded together.
     batches = (_BATCH_PIXELS // index.sizes[good].prod(1, dtype=np.int64)).clip(1, _BATCH)
     batches = 2 ** np.log2(batches).astype(int)

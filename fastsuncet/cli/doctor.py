@@ -135,9 +135,10 @@ def cards() -> Finding:
 
     driver, cuda = Path("/proc/driver/nvidia/version"), torch.version.cuda
     if torch.cuda.is_available():
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        if old := [problem for i in range(len(found)) if (problem := code_problem(i))]:
-            return Finding("problem", old[0], "install a torch for this GPU, or set meta.device=cpu")
+        numbers = range(torch.cuda.device_count())
+        if problem := next(filter(None, map(code_problem, numbers)), None):
+            return Finding("problem", problem, "install a torch for this GPU, or set meta.device=cpu")
+        found = [torch.cuda.get_device_properties(i) for i in numbers]
         kinds = sorted({f"{c.name}, {c.total_memory / 1e9:.0f} GB, {c.major}.{c.minor}" for c in found})
         return Finding("ok", f"{len(found)} x {'; '.join(kinds)} (CUDA {cuda})")
     if cuda is None:

@@ -96,7 +96,7 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
         split = labeled_split(index, "all")
     labeled = np.zeros(len(index), bool)
     labeled[split.indices] = True
-    good = np.delete(np.arange(len(index)), list(index.bad))
+    good = index.good()
     if not len(good):
         index.require_good()
     unlabeled = good[~labeled[good]]

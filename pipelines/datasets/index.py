@@ -220,6 +220,10 @@ class ImageIndex:
         """Return (path, why it cannot be used) of each bad image."""
         return [(str(self.path(i)), reason) for i, reason in self.bad.items()]
 
+    def good(self) -> np.ndarray:
+        """Return the numbers of the images that are not bad, int64 ascending."""
+        return np.delete(np.arange(len(self)), list(self.bad))
+
     def require_good(self, allowed: int | None = None) -> None:
         """Raise BadImage, which names them all, when more images are bad than `allowed`; None: none can be replaced."""
         if len(self.bad) > (allowed or 0):

@@ -206,7 +206,7 @@ def _write_shards(index: ImageIndex, part: Path, progress: Progress | None) -> t
     """Write the shards that are not there. Return how many images were there already, and all shards."""
     assert index.stamps is not None
     lengths = index.stamps[:, 0]
-    good = np.delete(np.arange(len(index)), list(index.bad))
+    good = index.good()
     if not len(good):
         raise DataError(f"all {len(index)} images under {index.root} are bad: there is nothing to pack")
     # Bytes in the tar: a header and whole blocks for the image, and two blocks for the label.

@@ -55,7 +55,7 @@ def look(folder: Path, labels: Path | None) -> Survey:
     if labels is not None:
         index = with_csv_labels(index, labels)
         data |= {"kind": "csv", "csv": str(labels)}
-    good = np.delete(np.arange(len(index)), list(index.bad))
+    good = index.good()
     if not len(good):
         raise DataError(f"none of the {len(index):,} images below {folder} can be read: {_first_bad(index)}")
     counts = np.bincount(index.labels[good][index.labels[good] >= 0], minlength=len(index.classes))
