@@ -7,7 +7,7 @@ import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -26,6 +26,9 @@ Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS and max(Image.MAX_IMAGE_PIXELS, 
 THREADS = 16
 # Files per task, at most: a future for each file would cost more than the file.
 _CHUNK = 256
+# EXIF is a TIFF header: how it begins in each byte order, and the type of an orientation.
+_ORDERS: dict[bytes, Literal["little", "big"]] = {b"II*\0": "little", b"MM\0*": "big"}
+_SHORT = 3
 # Bytes read at a time to find the size of a JPEG: for four of five files of ImageNet one read is enough.
 _HEAD = 4096
 
@@ -47,13 +50,40 @@ def _readable_by_pil(image: os.PathLike | str | bytes) -> os.PathLike | str | io
     return io.BytesIO(image) if isinstance(image, bytes) else image
 
 
-def orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation of an opened image, 1 to 8; 1, as stored, where no tag says it."""
-    exif = Image.Exif()
+def orientation(image: Image.Image) -> int | None:
+    """Return the EXIF orientation of an opened image, 1 to 8; 1, as stored, where no tag says it; None if unclear.
+
+    DALI 2.4 makes room by one of its readers of EXIF and turns by another one. They disagree on a damaged header and on
+    two headers of one JPEG, and then it writes beyond the image, which ends the process.
+    """
     # Not getexif(), which decodes a whole PNG and reads XMP: DALI knows the EXIF tag only.
-    exif.load(image.info.get("exif") or b"")
-    tag = exif.get(ExifTags.Base.Orientation)
-    return tag if isinstance(tag, int) and 1 <= tag <= 8 else 1
+    joined = image.info.get("exif") or b""
+    parts = [content for _, content in getattr(image, "applist", ()) if content[:6] == b"Exif\0\0"]
+    first, *others = (part.removeprefix(b"Exif\0\0") for part in parts or [joined])
+    # What is longer than a JPEG's segment goes on in the next one.
+    tags = {
+        _orientation_in(header) for header in (first, *others) if header is first or header[:4] in _ORDERS
+    }
+    return tags.pop() if len(tags) == 1 else None
+
+
+def _orientation_in(header: bytes) -> int | None:
+    """Return the orientation in the first directory of a TIFF header, 1 to 8; None for a damaged one."""
+    if not header or header[:4] not in _ORDERS:
+        return None if header else 1
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(header[at : at + size], _ORDERS[header[:4]])
+
+    start = number(4, 4)
+    # Each entry: two bytes of tag, two of type, four of count, then the value.
+    entries = [start + 2 + 12 * i for i in range(number(start, 2))]
+    found = [entry for entry in entries if number(entry, 2) == ExifTags.Base.Orientation]
+    cut_off = start + 2 + 12 * len(entries) > len(header)
+    if cut_off or any(number(entry + 2, 2) != _SHORT for entry in found):
+        return None
+    tag = number(found[0] + 8, 2) if found else 1
+    return tag if 1 <= tag <= 8 else 1
 
 
 def read_rgb(file: os.PathLike | bytes, *, upright: bool = False) -> np.ndarray:
@@ -78,7 +108,7 @@ def as_rgb(image: Image.Image, *, upright: bool) -> np.ndarray:
         pixels = np.repeat(gray.astype(np.uint8)[..., None], 3, axis=2)
     else:
         pixels = np.array(image.convert("RGB"))
-    return _turned(pixels, orientation(image)) if upright else pixels
+    return _turned(pixels, orientation(image) or 1) if upright else pixels
 
 
 def _turned(pixels: np.ndarray, tag: int) -> np.ndarray:
@@ -100,7 +130,8 @@ def image_size(file: os.PathLike | str | bytes, *, upright: bool = False) -> tup
         with Image.open(_readable_by_pil(file), formats=FORMATS) as image:
             width, height = image.size
             unlike = image.format == "TIFF" and _differs_in_dali(image)
-            if upright and orientation(image) >= 5:
+            tag = orientation(image) if upright else 1
+            if tag and tag >= 5:
                 width, height = height, width
     except FileNotFoundError:
         raise ValueError("no such file") from None
@@ -114,6 +145,10 @@ def image_size(file: os.PathLike | str | bytes, *, upright: bool = False) -> tup
         raise ValueError(f"unreadable header: {type(error).__name__}: {error}") from error
     if unlike:
         raise ValueError("a TIFF that two decoders read differently: save it upright, as 8-bit RGB")
+    if tag is None:
+        raise ValueError(
+            "an EXIF header that two decoders turn by differently: save it upright, without EXIF"
+        )
     if width * height > MAX_PIXELS:
         raise ValueError(f"{width} x {height} pixels, {too_many}")
     return height, width

@@ -1,6 +1,7 @@
 """Folders and CSVs as indexes: which images, in which order, with which labels, and what is refused."""
 
 import os
+import struct
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from PIL import Image, ImageOps
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets import folders, image_headers
 from pipelines.datasets.csv_labels import with_csv_labels
-from pipelines.datasets.folders import image_folder, image_tree, look_again
+from pipelines.datasets.folders import image_folder, image_list, image_tree, look_again
 from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.in_memory import digits, resident
 from pipelines.datasets.index import ImageIndex, class_numbers, with_classes
@@ -89,6 +90,33 @@ def test_images_are_turned_as_their_exif_tag_says(tmp_path, kind, tag):
     assert np.array_equal(read_rgb(path), stored) and np.array_equal(read_rgb(path, upright=True), turned)
     assert image_tree(tmp_path, upright=True).sizes[0].tolist() == list(turned.shape[:2])
     assert image_tree(tmp_path).sizes[0].tolist() == [40, 60]
+
+
+def test_images_that_decoders_turn_differently_are_bad(tmp_path):
+    """DALI 2.4 writes beyond such an image, which kills the process, or turns it otherwise than PIL."""
+    entry = b"\x12\x01\x03\0\1\0\0\0\6\0\0\0"  # the tag 0x112, a short, one, turned by 90 degrees
+    turned = b"II*\0\10\0\0\0\1\0" + entry + bytes(4)
+    half_turn, long = turned.replace(b"\6\0", b"\3\0"), turned.replace(b"\3\0\1", b"\4\0\1")
+    cut_off, larger = turned[:-8], turned.replace(b"\1\0" + entry, b"\7\0" + entry)
+    for name, headers, good in (
+        ("turned", [turned], True),
+        ("twice", [turned, turned], True),
+        ("continued", [turned, bytes(100)], True),
+        ("none", [b""], True),
+        ("differing", [turned, half_turn], False),
+        ("long", [long], False),
+        ("cut off", [cut_off], False),
+        ("larger", [larger], False),
+        ("no header", [b"nothing"], False),
+    ):
+        path = write_image(tmp_path / f"{name}.jpg")
+        parts = [b"Exif\0\0" + header for header in headers]
+        segments = b"".join(b"\xff\xe1" + struct.pack(">H", 2 + len(part)) + part for part in parts)
+        path.write_bytes(b"\xff\xd8" + segments + path.read_bytes()[2:])
+        upright, stored = (image_list([path], upright=upright) for upright in (True, False))
+        assert stored.sizes.tolist() == [[6, 8]] and not stored.bad
+        assert upright.sizes.tolist() == ([[6, 8] if name == "none" else [8, 6]] if good else [[0, 0]]), name
+        assert good or "decoders turn by differently" in upright.bad[0]
 
 
 def test_image_folders_say_how_many_images_no_decoder_reads(tmp_path, capsys):
