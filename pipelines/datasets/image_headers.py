@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageChops
 
 # Otherwise PIL would load its parsers later, in the worker threads.
 Image.init()
@@ -107,6 +107,9 @@ def as_rgb(image: Image.Image, *, upright: bool) -> np.ndarray:
         gray = (np.asarray(image, np.uint32) + 128) // 257  # rounded, as DALI does
         pixels = np.repeat(gray.astype(np.uint8)[..., None], 3, axis=2)
     else:
+        # PIL takes the inks of every JPEG for inverted, as Adobe writes them, and DALI those of Adobe's alone.
+        if image.format == "JPEG" and image.mode == "CMYK" and "adobe" not in image.info:
+            image = ImageChops.invert(image)
         pixels = np.array(image.convert("RGB"))
     return _turned(pixels, orientation(image) or 1) if upright else pixels
 

@@ -67,7 +67,10 @@ def write_kinds(root: Path, height: int, width: int, *, upright: bool = False) -
     rotated[0x0112] = 6  # "turn by 90 degrees"
     picture.save(root / "color.jpg", quality=92)
     picture.convert("L").save(root / "gray.jpg", quality=92)
-    picture.convert("CMYK").save(root / "cmyk.jpg", quality=92)
+    ink = encoded(picture.convert("CMYK"), "JPEG", quality=92)
+    (root / "cmyk.jpg").write_bytes(ink)
+    # Without Adobe's segment, which says that the inks are inverted: the picture's negative.
+    (root / "ink.jpg").write_bytes(ink[:2] + ink[ink.index(b"Adobe") + 12 :])
     picture.save(root / "progressive.jpg", quality=92, progressive=True)
     picture.save(root / "rotated.jpg", quality=92, exif=rotated)
     picture.save(root / "lossless.png")
