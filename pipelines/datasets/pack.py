@@ -83,6 +83,10 @@ def _shard_paths(pattern: str) -> list[Path]:
     names = [name for part in _expanded(pattern) for name in sorted(glob.glob(part)) or [part]]
     if missing := [name for name in names if not os.path.isfile(name)]:
         raise DataError(f"there is no pack or shard {missing[0]}: {_MAKE}")
+    if compressed := [name for name in names if name.endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))]:
+        raise DataError(
+            f"{compressed[0]} is compressed, and images are read by offset: unpack it to a plain .tar"
+        )
     return [Path(os.path.abspath(name)) for name in dict.fromkeys(names)]
 
 

@@ -195,12 +195,13 @@ def scan_shard(path: Path) -> Scan:
                 elif extension.endswith(tuple(EXTENSIONS)):
                     left_out.append(name)
             _require_end(file.fileno(), tar.offset)
+        names = Names.of(name for name, _ in images.values())
     except OSError as error:
         raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
-    except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise DataError(f"the shard {path} cannot be used: {error}. {REMEDY}") from error
+    except (tarfile.TarError, ValueError, OverflowError, DataError) as error:
+        remedy = "Copy the shard here again, or write it anew"
+        raise DataError(f"the shard {path} cannot be used: {error}. {remedy}") from error
     members = np.array([member for _, member in images.values()], MEMBER)
-    names = Names.of(name for name, _ in images.values())
     return Scan(names, np.array([labels.get(key, -1) for key in images], np.int64), members, left_out)
 
 

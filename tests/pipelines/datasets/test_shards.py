@@ -81,10 +81,12 @@ def test_open_pack_takes_patterns(folder):
 
 def test_open_pack_names_what_is_missing(folder, tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "b.tar.gz").write_bytes(b"")
     for pattern, said in (
         ("shards/a-{000..002}.tar", r"no pack or shard .*a-002\.tar"),
         ("shards/a-{001..000}.tar", r"no pack or shard .*a-001\.\.000\.tar"),
         ("empty", r"no pack or shard .*empty/\*\.tar"),
+        ("empty/b.tar.gz", r"b\.tar\.gz is compressed, .*: unpack it"),
     ):
         with pytest.raises(DataError, match=said):
             open_pack(tmp_path / pattern)
@@ -130,7 +132,9 @@ def test_scan_shard_names_a_shard_cut_short_anywhere_or_no_tar(folder):
     lengths = (0, 100, 512, 1024, 1536, end, end + 100, len(whole.rstrip(b"\0")))
     for content in (*(whole[:length] for length in lengths), b"no tar", gzip.compress(bytes(10240))):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"shard .*a-000\.tar cannot be used: .*Copy the pack here again"):
+        with pytest.raises(
+            DataError, match=r"shard .*a-000\.tar cannot be used: .*Copy the shard here again"
+        ):
             open_pack(folder)
 
 
@@ -198,7 +202,7 @@ def test_open_pack_counts_images_with_a_second_dot(tmp_path, capsys):
         ([("a.cls", b"-1")], {}, "is no whole number"),
         ([("a.cls", b"9" * 4000)], {}, "is no whole number"),
         ([("a.cls", b"0" * 31 + b"12")], {}, "is no whole number"),  # not class 1
-        ([("two\nlines.jpg", b"")], {}, "line break"),
+        ([("two\nlines.jpg", b"")], {}, r"shard .*bad\.tar cannot be used: .* line break"),
     ],
 )
 def test_scan_shard_refuses_hostile_members(tmp_path, monkeypatch, members, header, said):
