@@ -18,6 +18,8 @@ from pipelines.output import say_line
 
 # Files that a start compares with a kept index, of those in folders with the time that they had.
 SAMPLE = 1000
+# Folders of a NAS, a file system or an archive program: thumbnails, deleted files, what nobody may list.
+_SYSTEM = ("@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__MACOSX")
 # In place of a folder's time in ns: it cannot be found, and it is so new that another change could leave it as it is.
 GONE, UNSURE = -2, -1
 _TICK = 2_000_000_000  # ns; the times of some file systems have steps of two seconds
@@ -27,9 +29,9 @@ def image_folder(root: str | Path, progress: Progress | None = None, *, upright:
     """Return the images of ImageNet's layout: an image's class is the folder directly under `root` that it lies in.
 
     Takes .jpg .jpeg .png .webp .bmp .tif .tiff in any case, at any depth below the class folder; leaves out
-    hidden files and files directly under `root`. Prints how many .heic and .gif files it leaves out. Classes are the
-    folders in order of their names, images are in order of their paths. With `upright` they are read as their EXIF tags
-    say, and else as they are stored.
+    hidden files, folders of the system (`_SYSTEM`) and files directly under `root`. Prints how many .heic and .gif
+    files it leaves out. Classes are the folders in order of their names, images are in order of their paths. With
+    `upright` they are read as their EXIF tags say, and else as they are stored.
 
     Raises DataError: no such folder, no class folder, a class without an image, a link that leads out of `root` or to
     a folder.
@@ -154,10 +156,11 @@ def existing_folder(root: str | Path) -> Path:
     return root
 
 
-def _entries(folder: str | Path) -> Iterator[os.DirEntry]:
+def entries(folder: str | Path) -> Iterator[os.DirEntry]:
+    """Yield what is in a folder and neither hidden nor of the system. Raises DataError where it cannot be listed."""
     try:
-        with os.scandir(folder) as entries:
-            yield from (entry for entry in entries if not entry.name.startswith("."))
+        with os.scandir(folder) as found:
+            yield from (entry for entry in found if entry.name[0] != "." and entry.name not in _SYSTEM)
     except OSError as error:
         raise DataError(f"cannot list {folder}: {error.strerror or error}") from error
 
@@ -201,7 +204,7 @@ def _listed(root: Path, start: str = "", *, classes: bool, known: Collection[str
         below = waiting.pop()
         folder, prefix = os.path.join(root, below), f"{below}/" if below else ""
         tree.times[below] = folder_time(folder)
-        for entry in _entries(folder):
+        for entry in entries(folder):
             name = entry.name
             if _is_folder(entry, root):
                 if prefix + name not in known:

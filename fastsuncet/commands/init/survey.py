@@ -22,7 +22,7 @@ from pipelines import atomic_files
 from pipelines.backend import cores
 from pipelines.data_errors import DataError
 from pipelines.datasets.csv_labels import plain, with_csv_labels
-from pipelines.datasets.folders import existing_folder, image_folder, image_tree
+from pipelines.datasets.folders import entries, existing_folder, image_folder, image_tree
 from pipelines.datasets.image_headers import EXTENSIONS
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import INDEX, open_pack
@@ -80,8 +80,7 @@ def _class_folders(folder: Path) -> str | None:
     for name in ("train", "."):
         if not (folder / name).is_dir():
             continue
-        with os.scandir(folder / name) as entries:
-            shown = [entry for entry in entries if not entry.name.startswith(".")]
+        shown = list(entries(folder / name))
         # each.is_dir() raises for a link in a loop.
         folders = [each.name for each in shown if os.path.isdir(each)]
         images = any(

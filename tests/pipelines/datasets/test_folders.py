@@ -45,7 +45,8 @@ def test_image_folder_takes_known_extensions_in_any_case(tmp_path):
     write_images(tmp_path / "a", *taken)
     for other in ("notes.txt", "jpg", "8.jpg.part", ".hidden.jpg", "9.gif"):
         (tmp_path / "a" / other).write_bytes(b"")
-    write_images(tmp_path, ".cache/1.jpg", "a/.thumbs/1.jpg", "stray.jpg")
+    write_images(tmp_path, ".cache/1.jpg", "a/.thumbs/1.jpg", "stray.jpg", "a/@eaDir/1.jpg/THUMB_M.jpg")
+    (tmp_path / "lost+found").mkdir()
     assert list(image_folder(tmp_path).files) == [f"a/{name}" for name in taken]
 
 
