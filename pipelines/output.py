@@ -1,11 +1,13 @@
-"""Print lines and progress, shorten lists of names, and go on without the output once nobody can read it."""
+"""Print lines and progress, shorten lists of names, write tables, and go on without the output once it is lost."""
 
 import contextlib
+import csv
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 # A function that prints one line. ProgressBar.say keeps lines clear of the bar.
 Say = Callable[[str], None]
@@ -32,6 +34,16 @@ def counted(count: int, noun: str) -> str:
     """Return "1 image", "2,000 images", "2 processes"."""
     plural = "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{'' if count == 1 else plural}"
+
+
+def csv_table(rows: Sequence[Sequence[Any]]) -> bytes:
+    """Return rows as CSV; None is an empty cell, and floats keep all their digits."""
+    text = io.StringIO()
+    # A space before a cell is left out when a table of labels is read, unless the cell is quoted.
+    spaces = any(isinstance(cell, str) and cell.startswith(" ") for row in rows for cell in row)
+    quoting = csv.QUOTE_ALL if spaces else csv.QUOTE_MINIMAL
+    csv.writer(text, lineterminator="\n", quoting=quoting).writerows(rows)
+    return text.getvalue().encode(errors="surrogateescape")  # names of files and folders are bytes
 
 
 def span(least: int, most: int) -> str:

@@ -16,7 +16,7 @@ import yaml
 from fastsuncet.commands.report.compute_saved import Saving, savings
 from fastsuncet.commands.report.curves import Curve, Measurement, Panel, Point, arrange
 from fastsuncet.metrics.results import read_results
-from fastsuncet.metrics.writer import csv_table
+from pipelines.output import csv_table
 
 # labels: their number, of an experiment with several; evaluation: what `evaluation` returns; top1: %
 COLUMNS = ("labels", "method", "seed", "evaluation", "updates", "petaflops", "top1")

@@ -1,6 +1,5 @@
 """`fastsuncet predict`: the class of every image below a folder, by name, with a calibrated probability."""
 
-import csv
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from fastsuncet.evaluation.classifier import Classifier, best_classifier, descri
 from pipelines import atomic_files
 from pipelines.datasets.folders import existing_folder, image_tree
 from pipelines.datasets.index import ImageIndex
-from pipelines.output import say_line
+from pipelines.output import csv_table, say_line
 
 FORMATS = (".csv", ".parquet")
 UNSURE = 0.5  # below this probability a second class, or all others together, are as likely
@@ -148,13 +147,8 @@ def _save(path: Path, found: Iterable[Prediction | str]) -> None:
     """Write a line, or a row, for each image; the cells of a skipped one are empty but for the file."""
     rows = [(each, None, None, None, None) if isinstance(each, str) else each for each in found]
     if path.suffix == ".csv":
-        # File names are bytes: those that are not UTF-8 are written as they are.
-        with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as stream:
-            lines = csv.writer(stream, lineterminator="\n")
-            lines.writerow(COLUMNS)
-            lines.writerows(
-                [f"{cell:.4f}" if isinstance(cell, float) else cell for cell in row] for row in rows
-            )
+        rounded = [[f"{cell:.4f}" if isinstance(cell, float) else cell for cell in row] for row in rows]
+        path.write_bytes(csv_table([COLUMNS, *rounded]))
         return
     import pyarrow as pa  # pyright: ignore[reportMissingImports]
     from pyarrow import parquet  # pyright: ignore[reportMissingImports]

@@ -1,7 +1,5 @@
 """`fastsuncet suggest`: the unlabeled images whose labels would help most, and a page to label them on."""
 
-import csv
-import io
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +24,7 @@ from fastsuncet.evaluation.suggestions import typical
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.label_splits import labeled_split
-from pipelines.output import say_line
+from pipelines.output import csv_table, say_line
 
 POOL = 100_000  # images without a label that are looked at: more do not make better clusters
 SHOWN_TO_HELP = 100  # labels in the end: the one number with a gain on both data sets (RESULTS.md)
@@ -57,16 +55,12 @@ def suggest(
     if page:
         refuse_existing(shown, force)
     found = suggestions(where, count, page=page)
-    table = io.StringIO(newline="")
-    rows = [("file", "label"), *((name, "") for name in found.names)]
-    # A space before a cell is left out when the table is read, unless the cell is quoted.
-    quoting = csv.QUOTE_ALL if any(name[0] == " " for name in found.names) else csv.QUOTE_MINIMAL
-    csv.writer(table, lineterminator="\n", quoting=quoting).writerows(rows)
+    table = csv_table([("file", "label"), *((name, "") for name in found.names)])
     text = labeling_page(found.names, found.paths, found.classes, found.guesses) if page else ""
     with disk_errors(output, "--output"):
         if page:  # first: of the two it is the one that a full disk refuses
             atomic_files.replace(shown, text.encode())
-        atomic_files.replace(output, table.getvalue().encode("utf-8", "surrogateescape"))
+        atomic_files.replace(output, table)
     say_line(f"wrote {output}: {count:,} of {found.unlabeled:,} images without a label")
     if (labels := found.labeled + count) > SHOWN_TO_HELP:
         say_line(f"note: with {labels:,} labels a gain over random images is undecided, see RESULTS.md")

@@ -7,7 +7,6 @@ Both can be a `data.csv` or a `data.validation`.
 """
 
 import csv
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
-from pipelines.output import say_once
+from pipelines.output import csv_table, say_once
 
 LEARNED, HELD_OUT = "learned.csv", "held_out.csv"
 MOST = 200_000  # labels of a table. A run with more has none, and all labels count as learned
@@ -51,7 +50,7 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     for name, rows in tables.items():
         with disk_errors(folder / name):
             if rows:
-                atomic_files.replace(folder / name, _csv(rows))
+                atomic_files.replace(folder / name, csv_table([("file", "label"), *rows.items()]))
             else:
                 atomic_files.remove(folder / name)
     return warning
@@ -110,12 +109,6 @@ def _held_out(images: Images) -> dict[str, str]:
 
 def _rows(index: ImageIndex, chosen: np.ndarray) -> dict[str, str]:
     return {index.name(int(i)): index.classes[index.labels[i]] for i in chosen}
-
-
-def _csv(rows: dict[str, str]) -> bytes:
-    table = io.StringIO(newline="")
-    csv.writer(table, lineterminator="\n").writerows([("file", "label"), *rows.items()])
-    return table.getvalue().encode("utf-8", "surrogateescape")
 
 
 def _read(table: Path) -> dict[str, str]:

@@ -14,19 +14,17 @@ Floats are written with the digits that give the same float back. JSON has no Na
 "nonfinite": {"suncet": "nan"} keeps it; the table has nan, inf and -inf. `read` restores them.
 """
 
-import csv
-import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastsuncet.config import Config
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
-from pipelines.output import Say, say_line
+from pipelines.output import Say, csv_table, say_line
 
 if TYPE_CHECKING:
     from fastsuncet.metrics.trackers import Tracker, Trackers
@@ -193,10 +191,3 @@ def _append(descriptor: int, payload: bytes) -> None:
     rest = memoryview(payload)
     while rest:  # a full disk takes a part, and the next call raises
         rest = rest[os.write(descriptor, rest) :]
-
-
-def csv_table(rows: Iterable[Sequence[Any]]) -> bytes:
-    """Return rows as CSV; None is an empty cell, and floats keep all their digits."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue().encode(errors="surrogateescape")  # names of folders are bytes

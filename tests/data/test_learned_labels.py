@@ -11,7 +11,7 @@ from fastsuncet.data.learned_labels import learned, write_learned_labels
 from fastsuncet.distributed.place import join
 from tests.support.pictures import write_images
 
-NAMES = [f"{i:02}.jpg" for i in range(20)]
+NAMES = [f" {i:02}.jpg" for i in range(20)]  # with spaces, which a table has to quote
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ optimization: {steps: 1, lr: 1.0}
 """)
 
     def write(labels: int, *overrides: str):
-        lines = [f"{name},{'cat' if i % 2 else 'dog'}" for i, name in enumerate(NAMES[:labels])]
+        lines = [f'"{name}",{"cat" if i % 2 else "dog"}' for i, name in enumerate(NAMES[:labels])]
         Path("labels.csv").write_text("\n".join(["file,label", *lines]))
         config = load_config("run.yaml", [*overrides])
         with join(config) as place:
@@ -40,9 +40,9 @@ def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config, monk
     first, images = config(10)
     Path("first/checkpoints").mkdir(parents=True)
     assert write_learned_labels(Path("first"), images, first) == []
-    held_out = Path("first/held_out.csv").read_text().split()[1:]
-    ours = Path("first/learned.csv").read_text().split()[1:]
-    assert len(held_out) == 2 and len(ours) == 8 and f"{NAMES[0]},dog" in held_out + ours
+    held_out = Path("first/held_out.csv").read_text().splitlines()[1:]
+    ours = Path("first/learned.csv").read_text().splitlines()[1:]
+    assert len(held_out) == 2 and len(ours) == 8 and f'"{NAMES[0]}","dog"' in held_out + ours
     with open("first/learned.csv", "a") as table:
         table.write("\nanother,table,here\n")
     # Ten more labels: another draw of validation images takes some that the first run had learned from.
@@ -51,7 +51,7 @@ def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config, monk
     (warning,) = write_learned_labels(Path("second"), images, second)
     assert "validation images are labels that model.init has learned from" in warning
     assert "Write data.validation=" in warning and warning.endswith("/first/held_out.csv")
-    both = Path("second/learned.csv").read_text().split()[1:]
+    both = Path("second/learned.csv").read_text().splitlines()[1:]
     assert len(both) == 16 + int(warning.split()[0]) and set(ours) < set(both)
     assert learned(Path("second"), images.train, second).sum() == 16
     # A run of few labels holds none out, so there is no table to name.

@@ -15,11 +15,10 @@ from fastsuncet.commands.report.compute_saved import Saving, savings
 from fastsuncet.commands.report.curves import KNN, Curve, Panel, arrange, choose_metrics, join_lengths
 from fastsuncet.commands.report.reading import read_config, read_runs
 from fastsuncet.metrics.rankme import RANKS
-from fastsuncet.metrics.writer import csv_table
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
-from pipelines.output import say_line
+from pipelines.output import csv_table, say_line
 
 COSTS_NOTE = (
     "A petaFLOP is 1e15 floating-point operations. A view costs 6 x MAC of encoder and head: 2 FLOP a "
