@@ -2,6 +2,8 @@
 
 import os
 import struct
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets import folders, image_headers
@@ -120,6 +122,15 @@ def test_images_that_decoders_turn_differently_are_bad(tmp_path):
         assert good or "decoders turn by differently" in upright.bad[0]
 
 
+def test_damaged_exif_values_print_nothing(tmp_path):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Make] = "maker" * 20
+    Image.new("RGB", (8, 6)).save(tmp_path / "a.jpg", exif=exif.tobytes()[:-50])
+    code = f"from pipelines.datasets.folders import image_list; image_list([{str(tmp_path / 'a.jpg')!r}], upright=True)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_image_folders_say_how_many_images_no_decoder_reads(tmp_path, capsys):
     write_images(tmp_path, "a/1.jpg")
     for name in ("b.HEIC", "c.heic", "d.gif", "e.txt", ".f.gif"):
@@ -146,7 +157,7 @@ def scanned(tmp_path):
 def test_look_again_compares_folders_and_a_sample_where_nothing_moved(scanned, monkeypatch):
     """And all files where one of the sample differs."""
     stamps = mock.Mock(wraps=image_headers.file_stamps)
-    monkeypatch.setattr(image_headers, "file_stamps", stamps)
+    monkeypatch.setattr("pipelines.datasets.index.file_stamps", stamps)
     monkeypatch.setattr(folders, "_listed", None)
     monkeypatch.setattr(folders, "SAMPLE", 2)
     assert look_again(scanned) == (scanned, 0) and len(stamps.call_args.args[1]) == 2
