@@ -62,7 +62,8 @@ def check_config(config: Config) -> None:
         else:
             print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
     checked = [_checked(index, kept, **options) for index, kept in parts]
-    for note in replace(labeled, bad=checked[0].bad).note_on_copies():
+    comparing = partial(show_progress, f"{train.root}, looking for copies")
+    for note in replace(labeled, bad=checked[0].bad).note_on_copies(comparing):
         say_line(f"note: {note}")
     bad = [each for index in checked for each in index.bad_files()]
     if len(bad) > data.bad_images:

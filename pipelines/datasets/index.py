@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipelines.data_errors import BadImage, DataError
+from pipelines.datasets.image_headers import Progress, file_stamps, in_threads, read_headers, read_rgb
 from pipelines.datasets.string_table import Names
 from pipelines.output import counted, first_five
 
@@ -110,8 +111,6 @@ class ImageIndex:
         """Return the image as it is read, (H, W, 3) uint8. Raises RuntimeError when it cannot be decoded."""
         if self.pixels is not None:
             return self.pixels[i]
-        from pipelines.datasets.image_headers import read_rgb
-
         return read_rgb(self.content(i), upright=self.upright)
 
     def length_now(self, i: int) -> int | None:
@@ -149,17 +148,23 @@ class ImageIndex:
         lengths[list(self.bad)] = 0
         return lengths
 
-    def note_on_copies(self) -> list[str]:
+    def note_on_copies(self, progress: Progress | None = None) -> list[str]:
         """Return a sentence on the labeled images with the content of an earlier one, or none.
 
         A file is read only if another one has as many bytes.
         """
         known = np.setdiff1d(np.flatnonzero(self.labels >= 0), list(self.bad), assume_unique=True)
         _, same, counts = np.unique(self._lengths()[known], return_inverse=True, return_counts=True)
-        first, copies = {}, []
-        for i in known[counts[same] > 1].tolist():
-            content = self.content(i)
-            digest = hashlib.sha256(content if isinstance(content, bytes) else content.read_bytes()).digest()
+        alike = known[counts[same] > 1].tolist()
+        digests, first, copies = [b""] * len(alike), {}, []
+
+        def work(row: int) -> None:
+            content = self.content(alike[row])
+            content = content if isinstance(content, bytes) else content.read_bytes()
+            digests[row] = hashlib.sha256(content).digest()
+
+        in_threads(work, len(alike), progress=progress)
+        for i, digest in zip(alike, digests):
             if (j := first.setdefault(digest, i)) != i:
                 mine, other = (f"{self.name(n)} ({self.classes[self.labels[n]]})" for n in (i, j))
                 copies.append(f"{mine} of {other}")
@@ -237,8 +242,6 @@ class ImageIndex:
         """
         if self.root is None or self.stamps is None:
             return self
-        from pipelines.datasets.image_headers import file_stamps, read_headers
-
         rows = np.arange(len(self)) if rows is None else rows
         before, now = self.stamps[rows], file_stamps(self.root, [self.name(i) for i in rows.tolist()])
         gone = rows[(now[:, 0] < 0) & (before[:, 0] >= 0)].tolist()

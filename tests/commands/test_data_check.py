@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from fastsuncet import cli
+from fastsuncet.commands import data_check
 from fastsuncet.commands.data_check import check_config, check_folder
 from fastsuncet.config import load_config
 from fastsuncet.data.image_files import index_path
@@ -82,8 +83,10 @@ def test_data_check_needs_a_validation_folder_only_for_an_evaluation(folder, run
     assert len(run("data.validation=null")) == 2
 
 
-def test_data_check_names_labeled_copies_of_an_image(folder, run):
+def test_data_check_names_labeled_copies_of_an_image(folder, run, monkeypatch):
     """An unlabeled copy and a bad one are none."""
+    shown = []
+    monkeypatch.setattr(data_check, "show_progress", lambda *progress: shown.append(progress))
     train = folder / "images/train"
     for copy in ("cat/9.jpg", "dog/7.jpg"):
         (train / copy).write_bytes((train / "cat/0.jpg").read_bytes())
@@ -94,6 +97,7 @@ def test_data_check_names_labeled_copies_of_an_image(folder, run):
     text = "note: 1 labeled image is a copy: cat/9.jpg (lion) of cat/0.jpg (tabby). "
     (said,) = (line for line in run(*overrides, "data.bad_images=2") if line.startswith(text))
     assert said.endswith("and two labels contradict: keep one of each")
+    assert shown[-1] == (f"{train}, looking for copies", 2, 2)
 
 
 def test_data_check_of_a_folder_ignores_its_layout(folder, capsys):
