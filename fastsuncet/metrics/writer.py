@@ -67,9 +67,7 @@ class MetricsWriter:
                 self._trackers = trackers.Trackers(config, self.folder, purge_step, say)
                 self._tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
                 self._tell(lambda tracker: tracker.settings(config))
-            kept = _move_later_lines(self.folder, resume_step, evaluated, say)
-            rows = [self._row(record) for record in kept if record["kind"] == "train"]
-            atomic_files.replace(self.folder / CSV, csv_table([["step", *self.columns], *rows]))
+            self._move_later_lines(resume_step, evaluated, say)
             self._jsonl, self._csv = (
                 os.open(self.folder / name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC) for name in (JSONL, CSV)
             )
@@ -121,6 +119,45 @@ class MetricsWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _move_later_lines(self, resume_step: int | None, evaluated: bool, say: Say) -> None:
+        """Move lines after `resume_step` (None: all) and cut ones to SUPERSEDED; make the table of those that stay."""
+
+        def stays(record: dict[str, Any]) -> bool:
+            if resume_step is None or record["step"] > resume_step:
+                return False
+            return evaluated or record["step"] < resume_step or record["kind"] == "train"
+
+        path, moved, cut = self.folder / JSONL, [], 0
+        path.touch()
+        # A line at a time: a long run has gigabytes of records.
+        with (
+            open(path, "rb") as lines,
+            atomic_files.replacing(self.folder / CSV) as table,
+            atomic_files.replacing(path) as kept,
+        ):
+            table.write(csv_table([["step", *self.columns]]))
+            for line in lines:
+                # Without its end, it is the last line of a process that was killed.
+                record = _parse(line) if line.endswith(b"\n") else None
+                if record is None:
+                    cut += 1
+                    text = line.decode("utf-8", "backslashreplace")
+                    moved.append(json.dumps({"torn": text}).encode() + b"\n")
+                elif stays(record):
+                    kept.write(line)
+                    if record["kind"] == "train":
+                        table.write(csv_table([self._row(record)]))
+                else:
+                    moved.append(line)
+            if moved:
+                # Write them there before removing them here: a kill in between leaves them twice, and loses none.
+                with open(self.folder / SUPERSEDED, "ab", buffering=0) as stream:
+                    _append(stream.fileno(), b"".join(moved))
+                    os.fsync(stream.fileno())
+                start = "a fresh start" if resume_step is None else f"continuing from step {resume_step}"
+                note = f", {cut} of them cut off" if cut else ""
+                say(f"metrics: {start}; {len(moved)} later lines{note} moved to {self.folder / SUPERSEDED}")
+
     def _tell(self, call: "Callable[[Tracker], object]") -> None:
         if self._trackers is not None:
             self._trackers.tell(call)
@@ -149,42 +186,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
         return record if type(record["step"]) is int and isinstance(record["kind"], str) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-
-
-def _move_later_lines(
-    folder: Path, resume_step: int | None, evaluated: bool, say: Say
-) -> list[dict[str, Any]]:
-    """Move the lines after `resume_step` (None: all) and cut ones to SUPERSEDED; return the records that stay."""
-
-    def stays(record: dict[str, Any]) -> bool:
-        if resume_step is None or record["step"] > resume_step:
-            return False
-        return evaluated or record["step"] < resume_step or record["kind"] == "train"
-
-    path = folder / JSONL
-    content = path.read_bytes() if path.exists() else b""
-    kept_lines, kept, moved, cut = [], [], [], 0
-    for line in content.splitlines(keepends=True):
-        # Without its end, it is the last line of a process that was killed.
-        record = _parse(line) if line.endswith(b"\n") else None
-        if record is None:
-            cut += 1
-            moved.append(json.dumps({"torn": line.decode("utf-8", "backslashreplace")}).encode() + b"\n")
-        elif stays(record):
-            kept_lines.append(line)
-            kept.append(record)
-        else:
-            moved.append(line)
-    if moved:
-        # Write them there before removing them here: a kill in between leaves them twice, and loses none.
-        with open(folder / SUPERSEDED, "ab", buffering=0) as stream:
-            _append(stream.fileno(), b"".join(moved))
-            os.fsync(stream.fileno())
-        start = "a fresh start" if resume_step is None else f"continuing from step {resume_step}"
-        note = f", {cut} of them cut off" if cut else ""
-        say(f"metrics: {start}; {len(moved)} later lines{note} moved to {folder / SUPERSEDED}")
-    atomic_files.replace(path, b"".join(kept_lines))
-    return kept
 
 
 def _append(descriptor: int, payload: bytes) -> None:

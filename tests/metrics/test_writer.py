@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource
+import tracemalloc
 from pathlib import Path
 from unittest import mock
 
@@ -187,6 +188,19 @@ def test_restart_rebuilds_the_table_with_the_current_columns(tmp_path):
     with MetricsWriter(tmp_path, ("lr", "wait"), resume_step=2) as writer:
         writer.write({"step": 3, "wait": 0.5})
     assert files_of(tmp_path)[1] == b"step,lr,wait\n1,0.1,\n2,0.2,\n3,,0.5\n"
+
+
+def test_restart_holds_one_line_of_a_long_file_at_a_time(tmp_path):
+    run(tmp_path, 0, 40)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(100 * path.read_bytes())
+    tracemalloc.start()
+    try:
+        run(tmp_path, 40, 40, resume_step=40)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 2 * most < path.stat().st_size
 
 
 def test_writer_on_a_full_disk_raises_checkpoint_error_with_the_reason(tmp_path):
