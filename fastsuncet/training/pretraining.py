@@ -93,10 +93,12 @@ class Pretraining(TrainingTask[Batch]):
         losses = [term for term in self.terms if term != "none"]
         norms = (f"{term}_gradient" for term in losses)
         self.columns = ("epoch", "loss", *losses, *norms, *SPEED, *COST, "joules")
-        if len(arithmetic.pieces(arithmetic.supervised_steps > 0)) > 1:
+        pieces = len(arithmetic.pieces(arithmetic.supervised_steps > 0)) > 1
+        if pieces or not config.model.sync_batchnorm:
             self.world_size_note = (
-                "the same images in the same global batches, but BatchNorm sees other pieces of them "
-                "(criterion.micro_batch), so results are those of neither number alone"
+                "the same images in the same global batches, but BatchNorm sees other parts of them "
+                f"({'criterion.micro_batch' if pieces else 'model.sync_batchnorm is false'}), so results are those "
+                "of neither number alone"
             )
         self.cost_of = {
             on: (arithmetic.update_views(on), update_macs(config, arithmetic, on)) for on in (True, False)

@@ -39,7 +39,7 @@ from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
 from fastsuncet.training.logger import RunLogger
 from pipelines.backend import lack_of_gpu_memory
-from pipelines.output import say_line
+from pipelines.output import counted, say_line
 
 BatchType = TypeVar("BatchType")
 FILES_SHOWN = 20  # in a message, at most
@@ -415,7 +415,7 @@ class Trainer(Generic[Task]):
         if self.place.first:
             say_line(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")
             if before != now:
-                say_line(f"on {now} processes instead of {before}: {self.task.world_size_note}")
+                say_line(f"on {counted(now, 'process')} instead of {before}: {self.task.world_size_note}")
         self.task.model.load_state_dict(loaded.model)
         self.task.optimizer.load_state_dict(loaded.state["optimizer"])
         self.task.scaler.load_state_dict(loaded.state["scaler"])

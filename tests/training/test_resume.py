@@ -236,8 +236,8 @@ def on_three_ranks(rank: int, world_size: int, folder: str) -> bool:
     return stopped_and_straight(folder, THREE, 4, 2)
 
 
-def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path):
-    """And their run continues on another number of ranks, unless that changes a size."""
+def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path, capsys):
+    """And their run continues on another number of ranks, with a line on it, unless that changes a size."""
     folder = tmp_path / "two"
     for name in ("global", "per_rank"):
         train(tiny_config(folder / "of one" / name, *SIZES[name][0]), stop_at=2)
@@ -251,10 +251,16 @@ def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path):
         straight, stopped = (final_state(tiny_config(top / part, *words)) for part in PARTS)
         assert_equal_to_the_bit(stopped, straight)
 
+    for name in KINDS:
+        capsys.readouterr()
+        assert train(tiny_config(folder / name / "stopped", name, SEVEN)) == {}
+        said, (key, _, _) = capsys.readouterr().out, name.partition("=")
+        assert re.search(rf"on 1 process instead of 2: .*BatchNorm.*\({key}.*neither", said)
     for name, (overrides, changed) in SIZES.items():
         config = tiny_config(folder / name, *overrides)
         if not changed:
             assert sorted(train(config)) == list(range(4, 10))  # two ranks stop a step later than one
+            assert "on 1 process instead of 2: " in (said := capsys.readouterr().out) and "equal" in said
             continue
         with pytest.raises(CheckpointError, match=r"\(1 instead of 2\) this is another run") as error:
             train(config)
