@@ -15,15 +15,7 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import outputs
-from fastsuncet.evaluation.scoring import (
-    Measured,
-    examples,
-    of_all_ranks,
-    own_rows,
-    require_finite,
-    share_right,
-    supports,
-)
+from fastsuncet.evaluation.scoring import Measured, examples, of_all_ranks, own_rows, share_right, supports
 from fastsuncet.metrics.rankme import CHUNK, rankme
 from fastsuncet.models.resnet import Model
 
@@ -77,7 +69,6 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     if config.data.split.kind == "all":
         chosen = chosen[spread_over_classes(images.train.labels[chosen], MOST_SUPPORTS)]
     shown = examples(network, images, config, place, chosen=chosen, crops=1)
-    require_finite(shown.features, shown.queries)
     mine, k, truth = shown.queries[own_rows(place)], config.evaluation.knn_k, shown.truth
     learned = (shown.features, shown.labels)
     votes = (knn_predict(mine, *learned, k=k, weighted=each) for each in (False, True))

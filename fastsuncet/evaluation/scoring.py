@@ -58,7 +58,10 @@ def examples(
     chosen: np.ndarray | None = None,  # of the training images; None: `supports`
     crops: int = 0,  # random crops of each labeled image, which count as images; 0: its center crop
 ) -> Examples:
-    """Return the features of the labeled and of the validation images, all of them on every rank."""
+    """Return the features of the labeled and of the validation images, all of them on every rank.
+
+    Raises NumericalError for features that are not finite.
+    """
     chosen = supports(images, config) if chosen is None else chosen
     truth = true_labels(images, place)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
@@ -68,6 +71,7 @@ def examples(
     else:
         features = outputs(network, images.train, chosen, config, place)
     queries = outputs(network, images.validation, np.arange(len(truth)), config, place)
+    require_finite(features, queries)
     return Examples(features, labels, queries, truth, len(images.train.classes))
 
 
