@@ -30,6 +30,7 @@ CASES = {
 EXECUTORS = {
     "operators": (torch.float64, 1e-11),
     "operators, float32": (torch.float32, 3e-5),
+    "operators, bfloat16": (torch.bfloat16, 2**-6),
     "kernels": (torch.float32, 3e-5),
     "kernels, bfloat16": (torch.bfloat16, 2**-6),
     "kernels on some ranks": (torch.float32, 3e-5),
@@ -124,18 +125,6 @@ def run_statistics(rank, world_size):
     return results
 
 
-def far_from_zero():
-    """Return bfloat16 images whose mean bfloat16 cannot hold, and whose deviation sums of squares lose."""
-    return (torch.randn(8, 2, 9, 9, generator=torch.Generator().manual_seed(8)) + 300).bfloat16()
-
-
-def run_autocast(rank, world_size):
-    norm = synchronize(nn.Sequential(nn.BatchNorm2d(2)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = norm(far_from_zero()[rank::world_size])
-    return {"y": y.detach(), "mean": norm[0].running_mean, "variance": norm[0].running_var}
-
-
 def run_bfloat16():
     norm = synchronize(nn.Sequential(nn.BatchNorm2d(4)))
     x = torch.randn(3, 4, 5, 2).bfloat16().to(memory_format=torch.channels_last).requires_grad_()
@@ -172,7 +161,6 @@ def run_everything(rank, world_size):
     table = itertools.product(CASES, EXECUTORS if world_size == 2 else ["operators"])
     results = {(name, executor): run_case(name, executor, rank, world_size) for name, executor in table}
     results |= run_statistics(rank, world_size)
-    results["autocast"] = run_autocast(rank, world_size)
     results["bfloat16"] = run_bfloat16()
     results["refusals"] = [refusal(shape) for shape in ((3,), (0, 3))]
     return results
@@ -200,7 +188,7 @@ def test_batchnorm_on_ranks_equals_one_process(name, on_ranks):
             found = torch.cat([each[key] for each in seen])
             assert found.dtype == dtype
         else:  # running statistics: the same bits on every rank, or checkpoints would depend on the rank
-            found = seen[0][key]
+            found, near = seen[0][key], min(near, 3e-5)
             assert "some ranks" in executor or all(torch.equal(found, each[key]) for each in seen), key
         limit = near * max(1.0, value.abs().max().item())
         said = f"{executor}, {key}: "
@@ -234,39 +222,19 @@ def test_join_statistics_loses_nothing_to_cancellation(away, on_ranks):
     assert away == 0 or error(square, exact_variance) > 0.05
 
 
-def test_join_statistics_gives_the_same_bits_on_every_rank_and_again(on_ranks):
+def test_join_statistics_gives_the_same_bits_on_every_rank_again_and_at_a_fixed_cost(on_ranks):
     for away in DEVIATIONS_AWAY:
         results = [torch.cat(joined) for ranks in on_ranks for joined in ranks[away]["joined"]]
         assert len(results) == 2 * len(on_ranks) and all(torch.equal(each, results[0]) for each in results)
-
-
-def test_join_statistics_costs_the_same_for_any_number_of_ranks(on_ranks):
     operators, moved = on_ranks[0][0]["cost"]
     assert operators <= 2 * 12  # small ones, the all-reduce among them
     assert moved <= 2 * 8 * 129 * 16  # passes over 1 + 2C float64 numbers
 
 
-def test_join_statistics_of_equal_rows_has_no_negative_variance(on_ranks):
+def test_join_statistics_has_no_negative_variance_and_shows_a_nan(on_ranks):
     for ranks in on_ranks:
         assert (ranks["equal"] >= 0).all() and (ranks["equal"] < 1e-3).all()  # of a mean of 1e6
-
-
-def test_join_statistics_shows_a_nan_on_every_rank(on_ranks):
-    for ranks in on_ranks:
         assert ranks["broken"].isnan().tolist() == [False, True, True]
-
-
-def test_statistics_under_autocast_are_float32_and_do_not_cancel(on_ranks):
-    x = far_from_zero().double()
-    alone = nn.BatchNorm2d(2).double()
-    expected = alone(x).detach()
-    found = torch.empty_like(expected)
-    for rank, seen in enumerate(each["autocast"] for each in on_ranks):
-        assert seen["y"].dtype == torch.bfloat16
-        found[rank :: len(on_ranks)] = seen["y"].double()
-        torch.testing.assert_close(seen["mean"].double(), alone.running_mean, rtol=1e-6, atol=0)
-        torch.testing.assert_close(seen["variance"].double(), alone.running_var, rtol=1e-5, atol=0)
-    torch.testing.assert_close(found, expected, rtol=2**-8, atol=1e-5)
 
 
 def test_batchnorm_on_ranks_keeps_layout_dtype_and_only_its_input(on_ranks):
