@@ -68,24 +68,19 @@ def test_rows_of_all_ranks_arrive_in_rank_order(results):
         for rows in result["dtypes"]:
             assert torch.equal(rows, torch.cat([_rows(r, rows.dtype) for r in range(WORLD)]))
         assert result["empty"].shape == result["empty_sum"].shape == (0, 4)
-
-
-def test_gather_rows_gradient_is_the_sum_over_ranks(results):
+    # The gradient of the gathered rows is the sum over ranks.
     numbers = torch.arange(1.0, 1 + 6 * WORLD, dtype=torch.float64)
     wanted = numbers.view(WORLD, 2, 3) * sum(range(1, WORLD + 1))
     for r, result in enumerate(results):
         assert torch.equal(result["gradient"], wanted[r])
 
 
-def test_sums_and_broadcasts_agree_on_every_rank(results):
+def test_sums_broadcasts_and_disagreements_reach_every_rank(results):
     for r, result in enumerate(results):
         assert result["own_sum"].flatten().tolist() == [2 * r * 6, (2 * r + 1) * 6]
         assert result["sum"].tolist() == [3]
         assert result["of_rank_0"].tolist() == [5.0, 5.0]
         assert result["any"] == [False, True]
-
-
-def test_json_values_and_disagreements_reach_every_rank(results):
     numbers = "rank 0: (7, 8), rank 1: (7, 8), rank 2: (7, 9)"
     for result in results:
         assert result["gathered_json"] == [{"rank": r, "text": "é" * r, "none": None} for r in range(WORLD)]

@@ -30,7 +30,6 @@ LABELED = ("suncet", "sup_con")
 EXECUTORS = ("symmetric", "chunked", "kernel")
 INT64 = torch.iinfo(torch.int64)
 every_loss = pytest.mark.parametrize("name", ["nt_xent", *LABELED])
-labeled_loss = pytest.mark.parametrize("name", LABELED)
 
 
 def run(name, z, labels, temperature, module=fastsuncet, **options):
@@ -220,18 +219,6 @@ def test_labels_of_every_integer_dtype_are_equal():
     assert torch.equal(suncet(z, strided, 0.1), suncet(z, labels, 0.1))
 
 
-@labeled_loss
-@pytest.mark.parametrize("average", ["sample", "class"])
-def test_anchor_without_a_positive_is_only_a_key(name, average):
-    z, _ = labeled_batch(rows=7)
-    labels = torch.tensor([4, 4, -1, 9, 9, 9, 123])  # -1 and 123 have no positive
-    found = run(name, z, labels, 0.2, average=average)
-    assert_near(found, truth(name, z, labels, 0.2, average=average), 1e-12)
-    assert found[1][2].abs().sum() > 0 and found[1][6].abs().sum() > 0
-    _, grad = run(name, z, labels, 0.2, average=average, keys="detached")
-    assert not grad[2].any() and not grad[6].any()
-
-
 @pytest.mark.parametrize("temperature", [0.001, 0.01, 10.0, 1e4])
 @pytest.mark.parametrize("name", ["nt_xent", "suncet"])
 def test_opposite_rows_are_finite_at_any_temperature(name, temperature):
@@ -310,14 +297,12 @@ def live_bytes(loss, rows: int) -> Counter:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [suncet, nt_xent, sup_con])
-def test_memory_grows_linearly_and_holds_no_matrix_of_all_pairs(loss):
-    assert live_bytes(dense_losses.suncet, 1024).largest == 1024**2  # the counter would see it
-    live = {rows: live_bytes(loss, rows) for rows in (512, 1024, 2048)}
-    peaks = {rows: each.peak for rows, each in live.items()}
-    assert peaks[2048] < 20e6 and live[2048].largest <= 256 * 2048, peaks
-    growth = [math.log2(peaks[2 * rows] / peaks[rows]) for rows in (512, 1024)]
-    assert max(growth) < 1.05, peaks  # 1 is linear, 2 is the dense matrix
+def test_memory_grows_linearly_and_holds_no_matrix_of_all_pairs():
+    assert live_bytes(dense_losses.suncet, 512).largest == 512**2  # the counter would see it
+    for loss in (suncet, nt_xent, sup_con):
+        half, whole = (live_bytes(loss, rows) for rows in (512, 1024))
+        assert whole.peak < 10e6 and whole.largest <= 256 * 1024
+        assert math.log2(whole.peak / half.peak) < 1.05  # 1 is linear, 2 is the dense matrix
 
 
 def test_memory_is_freed_after_backward():
