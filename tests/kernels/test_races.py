@@ -21,7 +21,7 @@ CLASH = "FATAL: ThreadSanitizer: unexpected memory mapping"
 
 def run(*words):
     """Run all kernels once; the sanitizer exits with 66 if it saw a race."""
-    command = [str(built("races.cpp", "-O1", "-fsanitize=thread")), *words]
+    command = [str(built("races.cpp", "-O1", "-g", "-fsanitize=thread")), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     # Random addresses can collide with the sanitizer's own.
     if CLASH in done.stderr and shutil.which("setarch"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastsuncet.models.flops import classifier_macs, memory_estimate, network_cost, petaflops
+from fastsuncet.models.flops import classifier_macs, memory_estimate, network_cost
 from fastsuncet.models.resnet import build_model
 
 PAPER_HEAD = (2048, 128)
@@ -81,11 +81,3 @@ def test_memory_estimate_counts_half_activations_under_autocast():
     images = 2 * 3 * 16 * 16 * 4
     biases = 2 * (2048 + 128)  # cast too, but backward does not need them
     assert kept + images + biases - norms == estimate.activations + estimate.weight_copies
-
-
-def test_petaflops_of_the_papers_updates():
-    cifar = network_cost("resnet50", "cifar", 32).macs
-    assert petaflops(cifar * 512) * 1e3 == pytest.approx(4.00, abs=0.005)
-    assert petaflops(cifar * 512 * 97_500) == pytest.approx(390, abs=0.5)
-    imagenet = network_cost("resnet50", "imagenet", 224).macs
-    assert petaflops(imagenet * 312 * 2 * 4096) == pytest.approx(62.7, abs=0.05)

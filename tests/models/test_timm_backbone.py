@@ -18,7 +18,6 @@ WEIGHTS = torchvision.models
 PUBLISHED = {
     "convnext_tiny": WEIGHTS.ConvNeXt_Tiny_Weights.IMAGENET1K_V1,
     "vit_base_patch16_224": WEIGHTS.ViT_B_16_Weights.IMAGENET1K_V1,
-    "regnety_004": WEIGHTS.RegNet_Y_400MF_Weights.IMAGENET1K_V1,
 }
 
 

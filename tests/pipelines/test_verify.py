@@ -4,6 +4,7 @@ import itertools
 import os
 import runpy
 import struct
+import zlib
 from collections.abc import Container
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,11 +153,13 @@ def test_check_decodes_fewer_large_images_at_a_time(tmp_path, monkeypatch):
         assert len(batch) == 1 or sizes[batch].prod(1).sum() <= verify._BATCH_PIXELS
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_check_refuses_too_many_pixels_without_decoding_them(tmp_path, monkeypatch):
-    Image.new("1", (11000, 10000)).save(tmp_path / "large.png")
-    Image.new("1", (20000, 20000)).save(tmp_path / "bomb.png")
+    for name, size in (("large.png", (11000, 10000)), ("bomb.png", (20000, 20000))):
+        content = bytearray(encoded(Image.new("1", (1, 1)), "PNG"))
+        content[16:24] = struct.pack(">II", *size)  # in its header, which has a checksum
+        content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+        (tmp_path / name).write_bytes(content)
     write_image(tmp_path / "small.png", 20, 5)
     decoded = []
     fake_engine(monkeypatch, decoded.extend)

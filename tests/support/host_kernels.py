@@ -31,7 +31,7 @@ def built(name: str, *flags: str) -> Path:
     if compiler is None:
         pytest.skip("no g++ to build the kernels for the CPU")
     warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
-    command = [compiler, "-std=c++20", "-g", *warnings, "-pthread", *flags]
+    command = [compiler, "-std=c++20", *warnings, "-pthread", *flags]
     command += [f"-D{key}={value}" for key, value in SIZES.items()]
     command += [f"-I{SOURCES}", "-include", str(SHIM / "shim.h"), str(SHIM / name), "-o"]
     texts = [path.read_text() for folder in (SHIM, SOURCES) for path in sorted(folder.glob("*.[ch]*"))]

@@ -17,9 +17,9 @@ def tiny_network(dtype=torch.float32, memory_format=torch.contiguous_format):
     return network.to(dtype=dtype, memory_format=memory_format)
 
 
-def narrow_resnet50(patch: pytest.MonkeyPatch, channels: int) -> None:
-    """Let `resnet50` have so many channels in its first layer in place of 64."""
-    narrow = partial(resnet.ResNet, resnet.Bottleneck, channels, (3, 4, 6, 3))
+def narrow_resnet50(patch: pytest.MonkeyPatch, channels: int, blocks=(3, 4, 6, 3)) -> None:
+    """Let `resnet50` have so many channels in its first layer in place of 64, and so many blocks in its stages."""
+    narrow = partial(resnet.ResNet, resnet.Bottleneck, channels, blocks)
     patch.setitem(resnet.NETWORKS, "resnet50", narrow)
     patch.setitem(resnet.WIDTHS, "resnet50", 32 * channels)
 

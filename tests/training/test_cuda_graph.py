@@ -20,7 +20,7 @@ from fastsuncet.commands.train import train as train_command
 from fastsuncet.distributed.place import Place, join, work_stream
 from fastsuncet.optim import LARS
 from fastsuncet.training import cuda_graph
-from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, GraphedStep, capture_on_device
+from fastsuncet.training.cuda_graph import WARMUP, GraphedStep, capture_on_device
 from tests.support import runs
 from tests.support.methods import small
 from tests.support.ranks import run_ranks
@@ -61,7 +61,6 @@ def graphs(monkeypatch):
     [
         ("SimCLR + SuNCEt", "lars", 2),
         ("SimCLR + cross-entropy", "adamw", 2),
-        ("SwAV + SuNCEt", "lars", 3),
         ("SwAV + SuNCEt", "sgd", 3),
         ("PAWS", "lars", 1),
     ],
@@ -198,11 +197,12 @@ def weights_around_a_refusal(rank, world_size, folder):
 
         step, said = one_step(task)
         assert step.warmup == 11  # PyTorch's notes on CUDA graphs ask for so many passes of DDP
+        step.warmup = 3
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_graph, "capture_on_device", refused)
             step.refused = not graphs  # not tried
             batch = task.stream(0)
-            for _ in range(WARMUP_IN_DDP + 2):
+            for _ in range(step.warmup + 2):
                 step(batch, 0.1)
         assert len(said) == graphs
         found.append([p.detach() for p in task.model.parameters()])

@@ -22,6 +22,7 @@ from fastsuncet.training.step import build, train_step
 from fastsuncet.tuning.rungs import candidates
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
 from tests.support.methods import METHODS, small
+from tests.support.networks import narrow_resnet50
 from tools.bench import step_bench
 
 pytestmark = pytest.mark.slow
@@ -74,6 +75,7 @@ def test_step_of_any_method_stays_on_the_gpu(tmp_path, monkeypatch, method, prec
 
 
 def test_step_of_a_large_network_is_channels_last(tmp_path, monkeypatch):
+    narrow_resnet50(monkeypatch, 64, blocks=(2, 1, 1, 1))
     options = ("meta.precision=fp16", "model.name=resnet50", "model.fused_batchnorm=true")
     watch = watched(small(tmp_path, "SimCLR + SuNCEt", *options), monkeypatch)
     assert watch.mixed == [] and set(watch.convolutions) == {(torch.float16, True, True)}
