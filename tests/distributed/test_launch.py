@@ -339,7 +339,7 @@ def _join(rank: int, port: int, late: float) -> None:
     started_by_an_agent(rank, port)
     time.sleep(late)
     with join("cpu"):
-        pass
+        dist.barrier()  # else one can end while the other still connects
 
 
 def test_join_of_ranks_that_an_agent_started_again_passes_over_those_that_ended():
