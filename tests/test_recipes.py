@@ -120,32 +120,25 @@ def copy(tmp_path_factory) -> Path:
     return folder
 
 
-def run(copy: Path, *words: str) -> str:
+@pytest.mark.slow
+def test_recipes_toys_run_agree_and_train(copy):
+    """In one process: importing torch and DALI takes seconds."""
+    draws = "tests/pipelines/sampling/test_augmentation.py"  # its rows, also where ranks cut the batch
+    tests = ("tests/training/test_methods.py", "tests/pipelines/test_negative.py", draws)
+    named = "every_loss_of_the_schema or Toy and papers or negative or ranks_joined"
+    toys = ["criterion.supervision=toy", "model.name=toy", "data.augmentation.negative=0.5"]
+    toys += ["optimization.steps=2", "optimization.warmup=0", "evaluation.knn_every_epochs=null"]
+    commands = [["toy"], ["--help"], ["train", "digits_demo", *toys, "logging.log_every=1"]]
+    words = ["-q", "-p", "no:cacheprovider", *tests, "-k", named]
+    code = f"import pytest; from fastsuncet import cli; assert not any(map(cli.main, {commands}))"
     done = subprocess.run(
-        [sys.executable, "-m", *words],
+        [sys.executable, "-c", f"{code}; assert not pytest.main({words})"],
         cwd=copy,
         env={**os.environ, "PYTHONPATH": str(copy)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_recipes_sub_command_runs(copy):
-    assert run(copy, "fastsuncet", "toy") == "a toy\n"
-    assert "  toy         Print a toy.\n" in run(copy, "fastsuncet", "--help")
-
-
-@pytest.mark.slow
-def test_recipes_loss_augmentation_and_network_agree_and_train(copy):
-    draws = "tests/pipelines/sampling/test_augmentation.py"  # its rows, also where ranks cut the batch
-    tests = ("tests/training/test_methods.py", "tests/pipelines/test_negative.py", draws)
-    named = "every_loss_of_the_schema or Toy and papers or negative or ranks_joined"
-    run_tests = run(copy, "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", named)
-    assert len(run_tests.split()[0]) == 5
-    toys = ["criterion.supervision=toy", "model.name=toy", "data.augmentation.negative=0.5"]
-    toys += ["optimization.steps=2", "optimization.warmup=0", "evaluation.knn_every_epochs=null"]
-    shown = run(copy, "fastsuncet", "train", "digits_demo", *toys, "logging.log_every=1")
-    assert "SimCLR + Toy" in shown and "toy=" in shown
+    assert done.stdout.startswith("a toy\n") and "  toy         Print a toy.\n" in done.stdout
+    assert "SimCLR + Toy" in done.stdout and "toy=" in done.stdout
+    assert re.search(r"^\.{5} +\[100%\]$", done.stdout, re.M)
