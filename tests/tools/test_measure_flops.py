@@ -25,9 +25,8 @@ def cost_of(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overrides", [(), ("model.head_batchnorm=true", "model.name=resnet18")])
-def test_training_flops_are_6_per_mac_with_the_gradient_of_the_images(overrides):
-    config = load_config(CONFIGS / "in1k_simclr.yaml", overrides)
+def test_training_flops_are_6_per_mac_with_the_gradient_of_the_images():
+    config = load_config(CONFIGS / "in1k_simclr.yaml", ["model.head_batchnorm=true", "model.name=resnet18"])
     m = config.model
     macs = network_cost(m.name, m.stem, 224, m.hidden, m.output, m.head_batchnorm).macs
     assert training_flops(config, image_gradient=True) == FLOP_PER_MAC * macs
@@ -41,14 +40,6 @@ def test_measure_flops_of_the_papers_runs_are_the_recipes(cost_of):
     rows = cost_of("in1k_10pct.yaml", "optimization.epochs=100")
     assert rows["update with labels"] == ["8,192", "0.20111"] and rows["update"][0] == "5,632"
     assert float(rows["run of 45,400 updates"][1]) / 6274.6 == pytest.approx(1.455, abs=5e-4)
-
-
-@pytest.mark.slow
-def test_measure_flops_counts_small_crops_by_their_size(cost_of):
-    rows = cost_of("paper/in1k_swav.yaml")
-    views, spent = (float(cell.replace(",", "")) for cell in rows["update"])
-    large, small = 4_091_592_704, 755_154_944
-    assert spent == pytest.approx(views / 8 * 6 * (2 * large + 6 * small) / 1e15, rel=1e-4)
 
 
 @pytest.mark.slow
