@@ -26,12 +26,12 @@ INSTALL = ROOT / "tools" / "docker_install.sh"
 scripts = pytest.mark.parametrize("script", [SBATCH, SWEEP], ids=lambda path: path.name)
 
 
-def batch_job(script: Path, code: int, folder: Path) -> subprocess.CompletedProcess:
-    """Run a Slurm script in `folder`; its srun ends with `code`."""
+def batch_job(script: Path, code: int, folder: Path, **task: str) -> subprocess.CompletedProcess:
+    """Run a Slurm script in `folder`; its srun ends with `code`. `task` has the variables of a task of an array."""
     stand_in(folder, "srun", f"exit {code}")
     stand_in(folder, "scontrol", "")
     words = ["configs/in1k_10pct.yaml", "data.root=/data/with space"]
-    return run_script(folder, "bash", script, *words, SLURM_JOB_ID="77")
+    return run_script(folder, "bash", script, *words, SLURM_JOB_ID="77", **task)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,13 @@ def batch_job(script: Path, code: int, folder: Path) -> subprocess.CompletedProc
 )
 @scripts
 def test_batch_job_requeues_what_can_continue_and_keeps_the_exit_code(script, code, requeued, tmp_path):
-    process = batch_job(script, code, tmp_path)
+    array = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
+    name, job, task = ("train", "77", {}) if script == SBATCH else ("sweep", "70_3", array)
+    process = batch_job(script, code, tmp_path, **task)
     assert process.returncode == code
     started, *then = calls(tmp_path)
-    name = "train" if script == SBATCH else "sweep"
     assert started.endswith(f"fastsuncet {name} configs/in1k_10pct.yaml data.root=/data/with space")
-    assert then == ["scontrol requeue 77"] * requeued
+    assert then == [f"scontrol requeue {job}"] * requeued
     assert ("not requeued" in process.stdout) == (code != 0 and not requeued)
 
 

@@ -13,7 +13,6 @@ from fastsuncet.config import ConfigErrors
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.errors import ConfigError
 from tests.support.configs import wrong_files
-from tests.support.scripts import calls, run_script, stand_in
 from tests.support.sweeps import DIGITS, ROOT, TWO, expanded
 
 WRONG = wrong_files(Path(__file__).parent / "wrong_sweeps.txt")
@@ -138,15 +137,3 @@ def test_runs_named():
     message = "--only 2: no run has such a name; did you mean a-2[?] --dry-run lists the 3 runs"
     with pytest.raises(ConfigError, match=message):
         runs_named(runs, ["a-1", "2"])
-
-
-def test_sweep_array_job_requeues_its_own_task():
-    """tests/test_deploy.py has the exit codes."""
-    stand_in(Path.cwd(), "srun", "exit 75")
-    stand_in(Path.cwd(), "scontrol", "")
-    task = {"SLURM_JOB_ID": "73", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}
-    script = ROOT / "tools" / "cluster" / "sweep.sbatch"
-    done = run_script(Path.cwd(), "bash", script, "a sweep.yaml", "data.root=/data", **task)
-    asked, *then = calls(Path.cwd())
-    assert asked.endswith("fastsuncet sweep a sweep.yaml data.root=/data")
-    assert (done.returncode, then) == (75, ["scontrol requeue 70_3"])
