@@ -24,9 +24,3 @@ def test_dali_is_found_in_either_build(monkeypatch):
     assert versions.dali() == "2.4.0"
     monkeypatch.setattr(versions, "DALI", ("no-such-package", "nor-this"))
     assert versions.dali() is None
-
-
-def test_drawing_problem_says_what_to_install(monkeypatch):
-    assert versions.drawing_problem() == ""
-    monkeypatch.setattr(versions, "installed", lambda package: None)
-    assert versions.drawing_problem() == "pictures need matplotlib: pip install matplotlib"

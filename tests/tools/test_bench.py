@@ -16,15 +16,16 @@ from fastsuncet.tuning.paths import PATHS, VIEW
 from pipelines import cuda_compiler
 from tests.support.host_kernels import on_the_host
 from tests.support.pictures import write_pictures
-from tools.bench import contrast, data_loader, lars, peers, pixels, run, step, step_bench
+from tools.bench import contrast, data_loader, harness, lars, peers, pixels, run, step, step_bench
 from tools.bench.step_bench import dense_nt_xent
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def rows_of(capsys):
+def rows_of(capsys, monkeypatch):
     """Run a case with --quick; return its tables' rows as {name: {head: cell}}, in order, and what it printed."""
+    monkeypatch.setattr(harness, "settle", lambda: None)  # test_harness.py waits for workers
 
     def rows(case, *more):
         assert run.main([case, *more, "--quick"]) == 0

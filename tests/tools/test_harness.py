@@ -70,8 +70,9 @@ def events(monkeypatch):
     return clock
 
 
-def test_time_in_turns_rotates_and_does_not_count_the_warmup(events):
+def test_time_in_turns_rotates_and_does_not_count_the_warmup(events, monkeypatch):
     calls = []
+    monkeypatch.setattr(harness, "settle", lambda: calls.append("."))
 
     def work(name):
         calls.append(name)
@@ -80,7 +81,7 @@ def test_time_in_turns_rotates_and_does_not_count_the_warmup(events):
     contenders = {name: lambda name=name: work(name) for name in "abc"}
     measure = partial(harness.seconds_of, device="cuda")
     found = time_in_turns(contenders, measure, rounds=3, discarded={"b": 1})
-    assert "".join(calls) == "aabbcc" + "abbc" + "bbca" + "cabb"
+    assert "".join(calls) == "aabbcc" + ".a.bb.c" + ".bb.c.a" + ".c.a.bb"
     assert found == {name: pytest.approx([1e-3] * 3) for name in "abc"}
     assert harness.seconds_of(contenders["a"], "cuda", 20) == pytest.approx(1e-3)
 
@@ -119,8 +120,9 @@ def test_copy_reads_half_of_the_bytes_and_writes_the_other_half():
     assert counter.moved == 1_000_000 and counter.peak == 0
 
 
-def test_batches_prepared_before_a_turn_are_not_counted():
+def test_batches_prepared_before_a_turn_are_not_counted(monkeypatch):
     """A source needs 10 ms a batch and keeps up to 4 ready."""
+    monkeypatch.setattr(harness, "settle", lambda: time.sleep(0.05))
     ready: queue.Queue[None] = queue.Queue(maxsize=4)
 
     def prepare():
