@@ -17,6 +17,7 @@ from tests.support.scripts import shadow
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "configs", "fastsuncet", "pipelines")
+KINDS = {".py", ".typed", ".yaml", ".csv", ".md", ".cu", ".cuh", ".cc", ".h"}
 
 
 def succeed(*words: str, folder: Path, **environment: str) -> str:
@@ -44,18 +45,28 @@ def install(folder: Path) -> Path:
     return folder / "installed"
 
 
+def files(folder: Path) -> set[str]:
+    """Return the files of both packages, without what was compiled."""
+    walked = [
+        each for part in ("fastsuncet", "pipelines") for each in os.walk(folder / part, followlinks=True)
+    ]
+    paths = {os.path.join(at, name) for at, _, names in walked for name in names}
+    return {os.path.relpath(path, folder) for path in paths if Path(path).suffix in KINDS}
+
+
 @pytest.mark.slow
-def test_wheel_lists_plans_trains_exports_and_embeds(tmp_path):
+def test_wheel_has_all_files_and_lists_plans_trains_exports_and_embeds(tmp_path):
     wheel, folder = install(tmp_path / "wheel"), tmp_path / "empty"
+    assert files(wheel) == files(tmp_path / "wheel" / "source")
     (folder / "photos").mkdir(parents=True)
     for name in ("a.png", "b.png"):
         Image.effect_noise((20, 20), 60).convert("RGB").save(folder / "photos" / name)
-    trained = "runs/demo/digits_demo_seed0"
+    trained = "runs/digits_demo"
     commands = [
         ["configs"],
         ["configs", "in1k_10pct"],
         ["train", "digits_demo", "--dry-run"],
-        ["demo", "optimization.steps=2", "optimization.warmup=0", "linear.max_iterations=5"],
+        ["train", "digits_demo", "optimization.steps=2", "optimization.warmup=0"],
         ["export", trained, "--to", "torchvision"],
         ["embed", f"{trained}/export/torchvision.pth", "photos", "--output", "photos.npz"],
     ]
@@ -65,10 +76,7 @@ def test_wheel_lists_plans_trains_exports_and_embeds(tmp_path):
     first, *lines = printed.splitlines()
     assert first == f"{wheel / 'fastsuncet' / 'cli' / '__init__.py'}"
     assert [line.split()[0] for line in lines[: len(shipped())]] == list(shipped())
-    for part in ("base: in1k_simclr\n", "dry run: all checks passed", "After the same compute"):
-        assert part in printed
-    made = {path.name for path in (folder / "runs" / "demo").iterdir()}
-    assert {"demo_seed0.json", "demo_seed0.png", "views.png"} <= made
+    assert "base: in1k_simclr\n" in printed and "dry run: all checks passed" in printed
     with np.load(folder / "photos.npz") as found:
         assert found["files"].tolist() == ["a.png", "b.png"] and np.isfinite(found["features"]).all()
 

@@ -92,10 +92,11 @@ def test_no_command_prints_the_overview_and_ends_with_2(capsys):
 
 def test_command_that_returns_no_number_ends_with_0(monkeypatch):
     """fastsuncet.commands.demo.demo returns its curves."""
-    module = types.ModuleType("fastsuncet.commands.demo")
-    module.demo = lambda folder, **others: [folder]
+    module, asked = types.ModuleType("fastsuncet.commands.demo"), []
+    module.demo = lambda folder, **others: asked.append((folder, others)) or [folder]
     monkeypatch.setitem(sys.modules, "fastsuncet.commands.demo", module)
-    assert cli.main(["demo"]) == 0
+    assert cli.main(["demo", "--seed", "2", "meta.threads=1"]) == 0
+    assert asked == [(Path("runs/demo"), {"seed": 2, "overrides": ["meta.threads=1"]})]
 
 
 def test_command_of_one_process_runs_on_rank_0_only(monkeypatch, capsys):
