@@ -238,7 +238,7 @@ def run_classifier(
     index, chosen = labeled_images(config, place)
     chosen = np.setdiff1d(chosen, list(skipped))
     if skip_bad and not skipped:
-        _say_skipped(index, [i for i in index.bad if index.labels[i] >= 0], index.bad)
+        _say_skipped(index, {i: why for i, why in index.bad.items() if index.labels[i] >= 0})
     known = learned_labels(encoder, config, index)[chosen]
     present, labels = np.unique(index.labels[chosen], return_inverse=True)
     classes = tuple(index.classes[i] for i in present)
@@ -280,7 +280,7 @@ def run_classifier(
         if not found:
             raise
         bad = {int(chosen[row]): reason for row, reason in found.items()}
-        _say_skipped(index, list(bad), bad)
+        _say_skipped(index, bad)
         return run_classifier(encoder, config, place, run, skip_bad=True, skipped=skipped.union(bad))
     require_finite(features)
     module.to("cpu")
@@ -298,9 +298,9 @@ def run_classifier(
     return classifier, f"kept in      {path}"
 
 
-def _say_skipped(index: ImageIndex, numbers: Iterable[int], reasons: Mapping[int, str]) -> None:
-    for i in numbers:
-        say_line(f"skipped      the label of {index.path(i)}: {reasons[i]}")
+def _say_skipped(index: ImageIndex, bad: Mapping[int, str]) -> None:
+    for i, reason in bad.items():
+        say_line(f"skipped      the label of {index.path(i)}: {reason}")
 
 
 def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray]:

@@ -212,13 +212,9 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         # The features' scale decides the bound, so a resume must not measure it anew: the optimizer's state keeps it.
         scale = 1.0 if frozen is None else min(1.0, STABLE / (frozen.square * lr))
         # Fused: one launch for all weights, and fp16's scaler need not ask the device whether to step.
-        self.optimizer = SGD(
-            [{"params": list(self.model.parameters()), "scale": scale}],
-            lr,
-            momentum=f.momentum,
-            nesterov=f.nesterov,
-            weight_decay=f.weight_decay,
-        )
+        groups = [{"params": list(self.model.parameters()), "scale": scale}]
+        settings = {"momentum": f.momentum, "nesterov": f.nesterov, "weight_decay": f.weight_decay}
+        self.optimizer = SGD(groups, lr, **settings)
         self.stream = FineTuningStream(train, indices, config, place)
         self.steps_per_epoch = self.stream.steps_per_epoch
         # Half a cosine: finetune.lr at update 0, and 0 one past the last update.
@@ -236,18 +232,9 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
             yield images, targets
 
     def train_step(self, batch: Iterator[tuple[Tensor, Tensor]], lr: float) -> Tensor:
-        passes = self.config.finetune.accumulate
-        return finetune_step(
-            self.network,
-            self.optimizer,
-            self.scaler,
-            self.autocast,
-            self.loss,
-            batch,
-            passes,
-            lr,
-            clip=math.inf if self.start is None else CLIP,
-        )
+        passes, clip = self.config.finetune.accumulate, math.inf if self.start is None else CLIP
+        how = (self.network, self.optimizer, self.scaler, self.autocast, self.loss)
+        return finetune_step(*how, batch, passes, lr, clip)
 
     def averaged(self) -> list[Tensor]:
         """Return the weights and the BatchNorm statistics of the network."""

@@ -6,8 +6,6 @@ A folder is continued, and a record is used, only if all that decides the weight
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import nn
 
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0
 from fastsuncet.checkpoint.same_start import shown
-from fastsuncet.config import Config
+from fastsuncet.config import Config, flat
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
@@ -57,8 +55,8 @@ def labels_digest(index: ImageIndex, indices: np.ndarray) -> str:
 
 def config_values(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     """Return the values of dotted keys of the config, in the types of JSON."""
-    values = config.canonical()
-    return {key: reduce(getitem, key.split("."), values) for key in keys}
+    values = flat(config.canonical())
+    return {key: values[key] for key in keys}
 
 
 def with_sizes(config: Config, **values: Any) -> Config:
