@@ -1,13 +1,11 @@
 """Functions for notebooks and other programs: make a config, train it, load an encoder, embed images."""
 
 import io
-import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,7 +22,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import predict as predict_command
 from fastsuncet.commands import suggest as suggest_command
 from fastsuncet.commands import train as train_command
-from fastsuncet.commands.folder_pass import FolderPass
+from fastsuncet.commands.folder_pass import FolderPass, ImageInput, opened
 from fastsuncet.commands.predict import Prediction
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, load_config
@@ -36,13 +34,8 @@ from fastsuncet.paths import typed_path
 from fastsuncet.training.determinism import UNTIMED
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
-from pipelines.datasets.folders import existing_folder, image_list, image_tree
-from pipelines.datasets.in_memory import pixel_index
 from pipelines.datasets.index import ImageIndex
 from pipelines.sampling.augmentation import Center
-
-# A folder, files, also those of a dictionary with their classes, or pixels (N, H, W, 3) uint8.
-ImageInput = str | Path | Iterable[str | Path] | NDArray[Any]
 
 if TYPE_CHECKING:
 
@@ -170,7 +163,7 @@ def _with_images(
     if isinstance(images, Mapping):
         images, labels = list(images), list(images.values())
     kept, upright = config.run_folder / "images.npz", config.data.exif_orientation
-    index, _ = _opened(images, upright)
+    index, _ = opened(images, upright)
     labels = [None] * len(index) if labels is None else labels
     given = [_class_of(label) for label in labels]
     if len(given) != len(index):
@@ -184,7 +177,7 @@ def _with_images(
                 f"{run} was started on other images: it has checkpoints and no {kept.name}. Give the new run another "
                 "logging.write_tag"
             )
-        index, _ = _opened(_written(images, run / "images", fixed=kept.exists()), upright)
+        index, _ = opened(_written(images, run / "images", fixed=kept.exists()), upright)
     classes = sorted({label for label in given if label is not None})
     numbers = np.array([-1 if label is None else classes.index(label) for label in given], np.int64)
     index = replace(index, labels=numbers, classes=tuple(classes), folders=None)
@@ -203,28 +196,6 @@ def _class_of(label: Any) -> str | None:
         kind = type(label).__name__
         raise DataError(f"a label is the name or the number of a class, or None, not {label!r} ({kind})")
     return None if label is None or label != label else str(label)
-
-
-def _opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
-    """Return the images, none labeled, and the name of each: as given, below their folder, or "0", "1", ... of pixels.
-
-    Raises DataError for what is no image.
-    """
-    if isinstance(images, np.ndarray):
-        if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or not images.size:
-            raise DataError(f"images in an array are (N, H, W, 3) uint8, not {images.shape} {images.dtype}")
-        names = list(map(str, range(len(images))))
-        return pixel_index(names, np.full(len(images), -1), (), images), names
-    if isinstance(images, (str, Path)):
-        index = image_tree(images, upright=upright)
-        return index, [index.name(i) for i in range(len(index))]
-    files = list(images) if isinstance(images, Iterable) else [images]
-    if others := [file for file in files if not isinstance(file, (str, os.PathLike))]:
-        kind = type(others[0]).__name__
-        raise DataError(
-            f"images in a list are paths, not {kind}: give pixels as one array (N, H, W, 3) uint8"
-        )
-    return image_list(files, upright=upright), [str(file) for file in files]
 
 
 def _require_positive(name: str, count: int) -> None:
@@ -310,7 +281,7 @@ def embed(
         raise ConfigError(
             "nothing says which pixels this encoder expects: pass view=Center(size, resize, mean, std)"
         )
-    index, names = _opened(images, view.upright)
+    index, names = opened(images, view.upright)
     place = Place(0, 1, next(encoder.parameters(), torch.empty(0, device="cpu")).device)
     return names, FolderPass(encoder, 0, index, view, place, batch, skip_bad).rows()
 
@@ -328,9 +299,7 @@ def predict(
     which `skip_bad` leaves out if another one is good.
     """
     _require_positive("batch", batch)
-    if isinstance(images, (str, Path)):
-        existing_folder(images)  # before a classifier is fitted
-    return predict_command.predictions(_where(run), partial(_opened, images), batch=batch, skip_bad=skip_bad)
+    return predict_command.predictions(_where(run), images, batch, skip_bad)
 
 
 @in_a_callers_process()

@@ -63,7 +63,7 @@ def embed(
 
 def _require_short_names(index: ImageIndex) -> None:
     """Raise ConfigError where the longest name makes a NumPy array of all names huge: each takes as much."""
-    longest = max((index.name(i) for i in range(len(index))), key=len)
+    longest = max(index.files, key=len)
     size = 4 * len(longest) * len(index)
     if size > MOST_NAMES:
         raise ConfigError(
@@ -74,7 +74,7 @@ def _require_short_names(index: ImageIndex) -> None:
 
 def _save(path: Path, rows: np.ndarray, index: ImageIndex, about: dict[str, Any]) -> None:
     """Write features, file names and, as JSON, `about`."""
-    names = [index.name(i) for i in range(len(index))]
+    names = list(index.files)
     if path.suffix == ".npz":
         np.savez(path, features=rows, files=np.array(names), about=np.array(json.dumps(about)))
         return

@@ -9,7 +9,7 @@ While it runs, what is done lies in a hidden folder next to the file, and the sa
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 from tqdm import tqdm
 
@@ -31,6 +32,8 @@ from fastsuncet.evaluation.scoring import require_finite
 from fastsuncet.training.determinism import set_determinism
 from pipelines import atomic_files
 from pipelines.data_errors import BadImage, DataError
+from pipelines.datasets.folders import image_list, image_tree
+from pipelines.datasets.in_memory import pixel_index
 from pipelines.datasets.index import ImageIndex
 from pipelines.output import counted, say_line
 from pipelines.sampling.augmentation import Center
@@ -46,8 +49,32 @@ SETTINGS = Config.from_values(
 # Batches between two saves. Starting the decoder again costs about a second, and a stop the batches since the save.
 SAVE_EVERY = {"cpu": 4, "cuda": 64}
 ROW = np.dtype("<f4")
+# A folder, files, also those of a dictionary with their classes, or pixels (N, H, W, 3) uint8.
+ImageInput = str | Path | Iterable[str | Path] | NDArray[Any]
 Skipped = dict[int, str]  # number of an image -> why it has no row
 SHOWN = 20  # skipped images that are printed
+
+
+def opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
+    """Return the images, none labeled, and the name of each: as given, below their folder, or "0", "1", ... of pixels.
+
+    Raises DataError for what is no image.
+    """
+    if isinstance(images, np.ndarray):
+        if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or not images.size:
+            raise DataError(f"images in an array are (N, H, W, 3) uint8, not {images.shape} {images.dtype}")
+        names = list(map(str, range(len(images))))
+        return pixel_index(names, np.full(len(images), -1), (), images), names
+    if isinstance(images, (str, Path)):
+        index = image_tree(images, upright=upright)
+        return index, list(index.files)
+    files = list(images) if isinstance(images, Iterable) else [images]
+    if others := [file for file in files if not isinstance(file, (str, os.PathLike))]:
+        kind = type(others[0]).__name__
+        raise DataError(
+            f"images in a list are paths, not {kind}: give pixels as one array (N, H, W, 3) uint8"
+        )
+    return image_list(files, upright=upright), [str(file) for file in files]
 
 
 def check_output(output: Path, endings: tuple[str, ...], force: bool) -> None:

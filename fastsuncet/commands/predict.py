@@ -1,7 +1,7 @@
 """`fastsuncet predict`: the class of every image below a folder, by name, with a calibrated probability."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,26 +11,25 @@ from torch import Tensor, nn
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.folder_pass import (
     FolderPass,
+    ImageInput,
     advising_skip_bad,
     allowing_bad,
     check_output,
     encoder_of,
     known_view,
     one_process,
+    opened,
     skipped_lines,
 )
 from fastsuncet.commands.prediction_page import Prediction, prediction_page
 from fastsuncet.config import Config
 from fastsuncet.evaluation.classifier import Classifier, best_classifier, describe, fitted_to, run_of
 from pipelines import atomic_files
-from pipelines.datasets.folders import existing_folder, image_tree
-from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.folders import existing_folder
 from pipelines.output import csv_table, say_line
 
 FORMATS = (".csv", ".parquet")
 UNSURE = 0.5  # below this probability a second class, or all others together, are as likely
-# Takes whether images are turned upright; returns them and their names.
-Opened = Callable[[bool], tuple[ImageIndex, Sequence[str]]]
 COLUMNS = ("file", "class", "probability", "second_class", "second_probability")
 
 
@@ -70,17 +69,12 @@ def predict(
     shown = output.with_suffix(".html")
     if page:
         refuse_existing(shown, force)
-    existing_folder(folder)  # before a classifier is fitted
-
-    def opened(upright: bool) -> tuple[ImageIndex, Sequence[str]]:
-        index = image_tree(folder, upright=upright)
-        return index, [index.name(i) for i in range(len(index))]
 
     def save(path: Path, rows: np.ndarray) -> None:
         _save(path, _predictions(rows, names, classifier.classes))
 
     with advising_skip_bad(skip_bad):
-        work, names, classifier = _begun(where, opened, batch, skip_bad)
+        work, names, classifier = _begun(where, folder, batch, skip_bad)
         rows = work.write(output, save, force=force)
     index = work.index
     decoded = ~np.isnan(rows[:, 1])
@@ -101,23 +95,19 @@ def predict(
         say_line(f"wrote {shown}")
 
 
-def predictions(
-    where: Path | Config,
-    opened: Opened,
-    *,
-    batch: int = 256,
-    skip_bad: bool = False,
-) -> list[Prediction]:
+def predictions(where: Path | Config, images: ImageInput, batch: int, skip_bad: bool) -> list[Prediction]:
     """Return the predictions of `predict` without a file, those of skipped images left out."""
-    work, names, classifier = _begun(where, opened, batch, skip_bad)
+    work, names, classifier = _begun(where, images, batch, skip_bad)
     found = _predictions(work.rows(), names, classifier.classes)
     return [each for each in found if isinstance(each, Prediction)]
 
 
 def _begun(
-    where: Path | Config, opened: Opened, batch: int, skip_bad: bool
+    where: Path | Config, images: ImageInput, batch: int, skip_bad: bool
 ) -> tuple[FolderPass, Sequence[str], Classifier]:
     """Return the pass of `TwoBest` over the images, their names, and the classifier; print what this is worth."""
+    if isinstance(images, (str, Path)):
+        existing_folder(images)  # before a classifier is fitted
     place = one_process()
     encoder, config = encoder_of(where)
     run = run_of(encoder, config)
@@ -127,7 +117,7 @@ def _begun(
     for line in lines:
         say_line(line)
     view = known_view(encoder)
-    index, names = opened(view.upright)
+    index, names = opened(images, view.upright)
     network = TwoBest(encoder.module, classifier.layer)
     return FolderPass(network, network.width, index, view, place, batch, skip_bad), names, classifier
 
