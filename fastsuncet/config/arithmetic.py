@@ -76,17 +76,9 @@ def piece_sizes(unlabeled: int, labeled: int, views: int, most: int | None) -> l
 
 
 def arithmetic(
-    config: Sections,
-    world_size: int,
-    num_images: int,
-    num_classes: int | None = None,
-    num_labeled: int | None = None,
+    config: Sections, world_size: int, num_images: int, num_classes: int | None, num_labeled: int | None
 ) -> Arithmetic:
-    """Return the sizes. `num_classes` counts the classes with a labeled image, where known, and `num_labeled` those
-    images, where not all are labeled. Raises ConfigErrors, without lines, with every size that does not fit.
-    """
-    if world_size < 1:
-        raise ValueError(f"a world has at least one process, not {world_size}")
+    """Return what `Config.resolve` does. Raises ConfigErrors, without lines, with every size that does not fit."""
     c, o, problems = config.criterion, config.optimization, list[Problem]()
 
     def wrong(key: str, text: str) -> None:
