@@ -266,7 +266,7 @@ def _write_file(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
         torch.save(_tensors(encoder), stream)
         payload = stream.getvalue()
     beside = record_path(path)
-    about = _sealed(record | _sums(payload), {path.name: payload})
+    about = _sealed(record, payload, {path.name: payload})
     with atomic_files.replacing(beside) as record_file, atomic_files.replacing(path) as weights_file:
         for stream, content in ((record_file, about), (weights_file, payload)):
             stream.write(content)
@@ -283,7 +283,7 @@ def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
     )
     texts = atomic_files.as_json(_timm_config(record)), _model_card(record).encode()
     files = dict(zip(FOLDER_FILES, (payload, *texts)))
-    files[FOLDER_FILES[-1]] = _sealed(record | _sums(payload), files)
+    files[FOLDER_FILES[-1]] = _sealed(record, payload, files)
 
     def write(folder: Path) -> None:
         atomic_files.remove(folder)  # of a killed export
@@ -298,13 +298,10 @@ def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
     atomic_files.replace_folder(path, write)
 
 
-def _sums(payload: bytes) -> dict[str, Any]:
-    return {"bytes": len(payload), "sha256": _sha256(payload)}
-
-
-def _sealed(record: dict[str, Any], files: dict[str, bytes]) -> bytes:
+def _sealed(record: dict[str, Any], weights: bytes, files: dict[str, bytes]) -> bytes:
     """Return the JSON of a record with the sha256 of `files` and of itself, by which a later export knows its own."""
-    record = record | {"files": {name: _sha256(content) for name, content in files.items()}}
+    record = record | {"bytes": len(weights), "sha256": _sha256(weights)}
+    record["files"] = {name: _sha256(content) for name, content in files.items()}
     return atomic_files.as_json(record | {"record_sha256": _sha256(atomic_files.as_json(record))})
 
 
