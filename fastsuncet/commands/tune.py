@@ -1,5 +1,6 @@
 """`fastsuncet tune`: time what could make a run faster on its own hardware, and write a config with what won."""
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -74,7 +75,8 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
         )
         found: list[Tried] = []
         for rung, outcome in climb(rungs, compare, time_is_left):
-            say(line_of(rung, outcome))
+            word = "won" if outcome.won else "not usable" if outcome.problem else "no gain"
+            say(f"{rung.name:<24} {word:<11} {outcome.problem or _times(outcome)}")
             found.append((rung, outcome))
         if any_rank(stopped()):
             stop = Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was written")
@@ -88,12 +90,6 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
                 f"wrote {output}: {winners} of {len(found)} contenders won. Train it: fastsuncet train {output}"
             )
     return 0
-
-
-def line_of(rung: Rung, outcome: Outcome) -> str:
-    """Return the line that is printed when a rung has been tried."""
-    word = "won" if outcome.won else "not usable" if outcome.problem else "no gain"
-    return f"{rung.name:<24} {word:<11} {outcome.problem or _times(outcome)}"
 
 
 def _times(outcome: Outcome) -> str:
@@ -111,18 +107,14 @@ def write(output: Path, source: Path, found: Sequence[Tried], card: str) -> None
         f"# Written by `fastsuncet tune` on {card}. Medians of a step, lowest and highest in brackets.",
         f"base: {as_yaml(base)}",
     ]
-    sections: dict[str, list[str]] = {}
-    won: dict[str, Tried] = {}
+    sections: dict[str, dict[str, list[str]]] = {}  # of a key that two rungs set the later one counts
     for rung, outcome in found:
-        if outcome.won:
-            won |= dict.fromkeys(rung.values, (rung, outcome))
-    for key, (rung, outcome) in won.items():
-        section, _, name = key.rpartition(".")
-        value = as_yaml(rung.values[key])
-        text = [f"  # {rung.name}: {_times(outcome)}, {card}", f"  {name}: {value}"]
-        sections.setdefault(section, []).extend(text)
-    for section, text in sections.items():
-        lines += [f"{section}:", *text]
+        for key, value in rung.values.items() if outcome.won else ():
+            section, _, name = key.rpartition(".")
+            text = [f"  # {rung.name}: {_times(outcome)}, {card}", f"  {name}: {as_yaml(value)}"]
+            sections.setdefault(section, {})[name] = text
+    for section, keys in sections.items():
+        lines += [f"{section}:", *itertools.chain(*keys.values())]
     output.parent.mkdir(parents=True, exist_ok=True)
     # "x": another process could have written it meanwhile.
     with open(output, "x", encoding="utf-8") as stream:
