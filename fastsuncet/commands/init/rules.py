@@ -208,7 +208,10 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     if not gpu and m.device != "cpu":
         choices.append(Choice("meta.device", "cpu", "too few images for these GPUs"))
     choices += [*_measuring(validation, epochs), *_finetuning(s, cards)]
-    return Proposal(tuple(choices), _method(s, alone, supervision), updates, predicted, tuple(notes))
+    loss = {"suncet": " + SuNCEt", "cross_entropy": " + cross-entropy"}[supervision]
+    contrast = f"SimCLR{loss if s.labels else ', without labels'}"
+    method = "labels alone, cross-entropy" if alone else contrast
+    return Proposal(tuple(choices), method, updates, predicted, tuple(notes))
 
 
 def _data(
@@ -303,13 +306,6 @@ def _finetuning(s: Survey, cards: int) -> Iterator[Choice]:
         epochs = max(10, math.ceil(300 / updates))
         yield Choice("finetune.batch_size", batch, "at most as many as there are labels")
         yield Choice("finetune.epochs", epochs, f"about {epochs * updates:,} updates")
-
-
-def _method(s: Survey, alone: bool, supervision: str) -> str:
-    if alone:
-        return "labels alone, cross-entropy"
-    loss = {"suncet": " + SuNCEt", "cross_entropy": " + cross-entropy"}[supervision]
-    return "SimCLR" + (loss if s.labels else ", without labels")
 
 
 def _contrast_batch(s: Survey, m: Machine, cards: int, gpu: bool, name: str, stem: str, size: int) -> _Batch:
