@@ -12,14 +12,7 @@ import torch
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.data.dataset import in_memory
-from fastsuncet.data.image_files import (
-    image_root,
-    index_path,
-    kept_index,
-    packed_index,
-    scanned,
-    with_labels,
-)
+from fastsuncet.data.image_files import image_root, index_path, kept_index, packed_index, scanned, with_labels
 from pipelines.backend import Backend, choose_backend, decode_threads
 from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree

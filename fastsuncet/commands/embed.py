@@ -26,20 +26,12 @@ MOST_NAMES = 1 << 30  # bytes
 
 
 def embed(
-    where: Path,
-    folder: Path,
-    output: Path,
-    *,
-    batch: int = 256,
-    force: bool = False,
-    skip_bad: bool = False,
+    where: Path, folder: Path, output: Path, *, batch: int = 256, force: bool = False, skip_bad: bool = False
 ) -> None:
     """Write the features and names of the images below `folder` to `output`, by the encoder in `where`.
 
-    Continues what an earlier call has begun, if images and encoder are the same. Uses one GPU, or the CPU. With
-    `skip_bad`, an image that cannot be decoded is printed, and its features are NaN. Raises ConfigError for an output
-    that exists or has another ending than FORMATS, and for names too long for an array; DataError for a bad image,
-    CheckpointError for a disk that refuses.
+    Raises ConfigError for an output that exists or has another ending than FORMATS, and for names too long for an
+    array; DataError for a bad image, CheckpointError for a disk that refuses.
     """
     check_output(output, FORMATS, force)
     encoder = load_encoder(where)

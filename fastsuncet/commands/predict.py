@@ -59,11 +59,8 @@ def predict(
 ) -> None:
     """Write the two most probable classes of each image below `folder` to `output`, by the run `where`.
 
-    `where` is a config, a run, a checkpoint or an export. Prints how often the predictions are expected to be right.
-    Continues what an earlier call has begun. With `skip_bad`, an image that cannot be decoded is printed, and its cells
-    but the first are empty. With `page`, `prediction_page` is written too, as `output` with the ending .html. Raises
-    ConfigError for an output that exists or has another ending than FORMATS, DataError for missing labels or a bad
-    image, CheckpointError for a disk that refuses.
+    Raises ConfigError for an output that exists or has another ending than FORMATS, DataError for missing labels or a
+    bad image, CheckpointError for a disk that refuses.
     """
     check_output(output, FORMATS, force)
     shown = output.with_suffix(".html")

@@ -46,9 +46,8 @@ def suggest(
 ) -> None:
     """Write `count` images of the run's data that have no label to `output`.
 
-    `where` is a config, a run, a checkpoint or an export. The file has the lines of a labels.csv with empty labels.
-    With `page`, an HTML file beside it shows the images and saves the labels. Raises ConfigError for an output that
-    exists or does not end in .csv, DataError where fewer images have no label, CheckpointError for a disk that refuses.
+    Raises ConfigError for an output that exists or does not end in .csv, DataError where fewer images have no label,
+    CheckpointError for a disk that refuses.
     """
     check_output(output, (".csv",), force)
     shown = output.with_suffix(".html")

@@ -28,8 +28,8 @@ def voc07(root: str | Path, *parts: str) -> ImageIndex:
     """Return the images of parts (train, val, test) with `presence` (N, 20), in the order of the lists.
 
     `root` holds VOCdevkit, or is VOCdevkit, or VOC2007 in it. No image has a single label: `labels` are -1. Raises
-    DataError with file and line: a missing list, a wrong line, lists of different images, an image without its file.
-    Raises DataError for an image in two parts.
+    DataError with file and line: a missing list, a wrong line, lists of different images, an image without its file or
+    in two parts.
     """
     folder = _folder(Path(root).expanduser())
     lists = {part: _presence(folder, part) for part in parts}
