@@ -186,10 +186,8 @@ class Bench:
         changes = {name: (x - before[name]).double() for name, x in after.items()}
         weights = {name for name, _ in model.named_parameters()}
         parts = {"weights": weights, "BatchNorm statistics": changes.keys() - weights}
-        return {
-            "losses": {"losses": losses[:, :2].double()},
-            **{part: {name: changes[name] for name in sorted(names)} for part, names in parts.items()},
-        }
+        found = {part: {name: changes[name] for name in sorted(names)} for part, names in parts.items()}
+        return {"losses": {"losses": losses[:, :2].double()}, **found}
 
     def pixel_problem(self, base: Config, contender: Config, *, exact: bool) -> str | None:
         """Return what is wrong with a contender's pixels: not those of `base`, or not the same when read twice."""

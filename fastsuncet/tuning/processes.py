@@ -98,9 +98,8 @@ def run_children(
     lines, end = run_child(request, environment, all_go_on)
     if not over:  # this rank's did not start, and the others vote
         all_go_on(1)
-    return gather_json(
-        lines[-1] if lines else {"problem": f"the process that tried it {end}", "final": False}
-    )
+    failed = {"problem": f"the process that tried it {end}", "final": False}
+    return gather_json(lines[-1] if lines else failed)
 
 
 def run_while(
@@ -111,14 +110,8 @@ def run_while(
     Then it ends all processes that the command started, such as compilers and loaders. `output` gets what they print;
     `options` are those of subprocess.Popen.
     """
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        **options,
-    )
+    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, **streams, start_new_session=True, **options)
     try:
         while go_on(process.poll()):
             time.sleep(POLL)

@@ -181,11 +181,8 @@ def _norm_work(
     def work() -> None:
         for module, (count, channels, *size) in zip(norms, shapes):
             module.relu, module.shared = True, shared
-            x = (
-                torch.zeros(count, *size, channels, device=device, dtype=dtype)
-                .movedim(-1, 1)
-                .requires_grad_()
-            )
+            pixels = torch.zeros(count, *size, channels, device=device, dtype=dtype)
+            x = pixels.movedim(-1, 1).requires_grad_()
             # In this process there is one rank, and a run of several has other operators.
             over_ranks = shared and not (fused and module.kernels_take(x))
             y = F.relu(module.over_ranks(x)) if over_ranks else module(x)
