@@ -48,9 +48,8 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
-    names = list(
-        dict.fromkeys([*classes, *sorted({name for of in classes.values() for name in of["predicted"]})])
-    )
+    predicted = sorted({name for of in classes.values() for name in of["predicted"]})
+    names = list(dict.fromkeys([*classes, *predicted]))
     column = {name: i for i, name in enumerate(names)}
     cells = [
         (column[name], column[other], count)

@@ -203,8 +203,7 @@ def _from_export(path: Path, shown: Config | None) -> Encoder:
         )
     config = _trained(str(path), record, shown)
     weights = read_weights_of(config.model.name, path)
-    known = {"tuned": cost.get("tuned"), "classes": tuple(classes)}
-    return _of_run(config, weights, str(path), cost, **known)
+    return _of_run(config, weights, str(path), cost, tuned=cost.get("tuned"), classes=tuple(classes))
 
 
 def _trained(source: str, meta: Mapping[str, Any], shown: Config | None) -> Config:
@@ -238,11 +237,8 @@ def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config | None) -> Encoder:
     if f"{CLASSIFIER}weight" in tensors:
         classifier = tensors[f"{CLASSIFIER}weight"], tensors[f"{CLASSIFIER}bias"]
     weights = Weights(config.model.name, config.model.stem, encoder, classifier, *heads(tensors))
-    known = {
-        "tuned": None if started is None else loaded.step,
-        "classes": tuple(loaded.meta.get("classes", ())),
-    }
-    return _of_run(config, weights, source, cost, **known)
+    tuned, classes = None if started is None else loaded.step, tuple(loaded.meta.get("classes", ()))
+    return _of_run(config, weights, source, cost, tuned=tuned, classes=classes)
 
 
 def _normalization(config: Config) -> str:

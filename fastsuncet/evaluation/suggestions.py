@@ -62,9 +62,7 @@ def k_means(x: Tensor, clusters: int, seed: int) -> Tensor:
 def _by_typicality(x: Tensor, member: Tensor, known: Tensor, cluster: int) -> list[int]:
     """Return the unlabeled rows of a cluster, the most typical first."""
     rows = (member == cluster).nonzero()[:, 0]
-    near = min(NEIGHBORS, len(rows) - 1) + 1  # itself among them, at 0
-    means = [
-        torch.cdist(part, x[rows]).topk(near, largest=False).values.sum(1) for part in x[rows].split(ROWS)
-    ]
+    own, near = x[rows], min(NEIGHBORS, len(rows) - 1) + 1  # itself among them, at 0
+    means = [torch.cdist(part, own).topk(near, largest=False).values.sum(1) for part in own.split(ROWS)]
     ordered = rows[torch.cat(means).argsort(stable=True)] if len(rows) else rows
     return ordered[~known[ordered]].tolist()
