@@ -64,9 +64,8 @@ def digits(*, train: bool = True) -> ImageIndex:
     pixels, target = _enlarged(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz")
     test = np.concatenate([np.flatnonzero(target == label)[4::5] for label in range(10)])
     chosen = np.setdiff1d(np.arange(len(target)), test) if train else np.sort(test)
-    return pixel_index(
-        (f"digits/{i:04d}" for i in chosen), target[chosen], tuple("0123456789"), pixels[chosen]
-    )
+    names = (f"digits/{i:04d}" for i in chosen)
+    return pixel_index(names, target[chosen], tuple("0123456789"), pixels[chosen])
 
 
 @functools.cache
