@@ -83,6 +83,7 @@ class Config(Sections):
         """
         values, found = document.values, list[Problem]()
         try:
+            # From JSON, because pydantic's strict mode then takes a list for a tuple and an object for a dataclass.
             config = cls.model_validate_json(json.dumps(values))
         except ValidationError as error:
             from fastsuncet.config.messages import field_problems  # only a wrong config needs them

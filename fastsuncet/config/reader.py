@@ -72,9 +72,7 @@ class Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: ClassVar[dict] = _Loader.yaml_implicit_resolvers
 
 
-Dumper.add_representer(
-    list, lambda dumper, value: dumper.represent_sequence(f"{CORE}seq", value, flow_style=True)
-)
+Dumper.add_representer(list, lambda d, items: d.represent_sequence(f"{CORE}seq", items, flow_style=True))
 
 
 def as_yaml(value: Any) -> str:
@@ -287,10 +285,9 @@ def _not_found(path: Path, shown: str) -> str:
 def read_config(
     shown: str, overrides: Iterable[str], origins: Mapping[str, Origin]
 ) -> tuple[Document, list[Problem]]:
-    """Read a config and its bases, lay `overrides` on them, and name the run. The last value of a key counts.
+    """Return the document of a config, its bases and `overrides`, with a name for the run, and problems of overrides.
 
-    `origins` has that of overrides that are not from the command line. Returns the document and the problems of
-    overrides. Raises ConfigErrors as `read_file` does.
+    The arguments are those of `load_config`. Raises ConfigErrors as `read_file` does.
     """
     shown = find_config(shown)
     path, problems = Path(shown), []

@@ -23,7 +23,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
-from typing_extensions import Self, TypeIs
+from typing_extensions import TypeIs
 
 from fastsuncet.config.problems import words
 from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation, Pixels
@@ -36,12 +36,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Self:
-        """Return the section of plain nested values. Raises pydantic's ValidationError."""
-        # From JSON, because pydantic's strict mode then takes a list for a tuple and an object for a dataclass.
-        return cls.model_validate_json(json.dumps(values))
 
 
 def described(words: str) -> Allowed:

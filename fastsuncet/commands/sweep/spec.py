@@ -1,5 +1,6 @@
 """A sweep as one YAML file, which the help of cli/sweep.py shows: a config, what varies in it, and the commands."""
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -132,7 +133,7 @@ def read_sweep(path: str | os.PathLike[str]) -> Spec:
     if isinstance(listed, list) and len({each for each in listed if isinstance(each, str)}) == len(listed):
         values["commands"] = {name: {} for name in listed}
     try:
-        spec = Spec.from_values(values)
+        spec = Spec.model_validate_json(json.dumps(values))
         spec._document = document
         problems = list(spec.conflicts())
     except ValidationError as error:
