@@ -42,13 +42,8 @@ def script() -> str:
     from fastsuncet.config.shipped import shipped
 
     configs, keys = list(shipped()), [f"{key}=" for key in CONFIG.values]
-    offered = {
-        "words": configs + keys,
-        "overrides": keys,
-        "where": configs,
-        "name": configs,
-        "key": [*CONFIG.values],
-    }
+    offered = {"words": configs + keys, "overrides": keys, "where": configs, "name": configs}
+    offered["key"] = list(CONFIG.values)
     cases: list[tuple[str, list[str]]] = []
     for name in COMMANDS:
         words = []
@@ -63,6 +58,5 @@ def script() -> str:
     for group in groups:
         cases.append((f'"{group} "*', [name.split()[1] for name in COMMANDS if name.startswith(f"{group} ")]))
     lines = [f'    {pattern}) words="{" ".join(words)}" ;;' for pattern, words in cases]
-    return SCRIPT.format(
-        cases="\n".join(lines), commands=" ".join(dict.fromkeys(n.split()[0] for n in COMMANDS))
-    )
+    commands = " ".join(dict.fromkeys(name.split()[0] for name in COMMANDS))
+    return SCRIPT.format(cases="\n".join(lines), commands=commands)

@@ -154,9 +154,7 @@ def train(
     return config.run_folder
 
 
-def _with_images(
-    config: Config, images: ImageInput, labels: Iterable[Any] | None
-) -> tuple[Config, ImageIndex]:
+def _with_images(config: Config, images: ImageInput, labels: Iterable | None) -> tuple[Config, ImageIndex]:
     """Return the config of the same run with other training images, and their index, which `data.index` then names."""
     if isinstance(labels, (str, Mapping, Set)) or (isinstance(images, Mapping) and labels is not None):
         raise DataError("give files and a list of their labels, or one dictionary of files and their classes")

@@ -278,9 +278,8 @@ def _write_file(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
 
 
 def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
-    payload = safetensors.torch.save(
-        {key: x.contiguous() for key, x in _tensors(encoder).items()}, {"format": "pt"}
-    )
+    tensors = {key: x.contiguous() for key, x in _tensors(encoder).items()}
+    payload = safetensors.torch.save(tensors, {"format": "pt"})
     texts = atomic_files.as_json(_timm_config(record)), _model_card(record).encode()
     files = dict(zip(FOLDER_FILES, (payload, *texts)))
     files[FOLDER_FILES[-1]] = _sealed(record, payload, files)

@@ -218,9 +218,8 @@ def _data(
     s: Survey, size: int, weights: Weights | None, validation: str | float | None, why: str
 ) -> Iterator[Choice]:
     if s.labels:
-        yield Choice(
-            "data.split.kind", "csv" if s.data["kind"] == "csv" else "all", f"all {s.labels:,} labels"
-        )
+        kind = "csv" if s.data["kind"] == "csv" else "all"
+        yield Choice("data.split.kind", kind, f"all {s.labels:,} labels")
     yield Choice("data.validation", validation, why)
     if s.bad:
         yield Choice("data.bad_images", s.bad, f"{s.bad:,} files cannot be read; others take their places")
@@ -310,10 +309,8 @@ def _finetuning(s: Survey, cards: int) -> Iterator[Choice]:
 
 def _contrast_batch(s: Survey, m: Machine, cards: int, gpu: bool, name: str, stem: str, size: int) -> _Batch:
     """Return the batch of SimCLR with labels: what fits, at most an eighth of the images."""
-    precision = "bf16" if gpu else "fp32"
-    one, two = (
-        memory_estimate(name, stem, size, 2048, 128, views=n, precision=precision).total for n in (1, 2)
-    )
+    estimate = partial(memory_estimate, name, stem, size, 2048, 128, precision="bf16" if gpu else "fp32")
+    one, two = (estimate(views=views).total for views in (1, 2))
     views = (0.6 * m.memory - one) / (two - one) * cards
     most = (2048 if s.images >= MANY_IMAGES else 512) if gpu else 128
     share = (1 - LABELED) if s.labels else 1.0

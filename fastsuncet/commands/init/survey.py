@@ -151,9 +151,8 @@ def machine() -> Machine:
             "are those of a machine as busy as now"
         )
     if not torch.cuda.is_available():
-        return Machine(
-            "cpu", f"CPU, {cores()} cores", 1, atomic_files.MEMORY, cores(), _timed_step("cpu", 64, 16)
-        )
+        speed = _timed_step("cpu", 64, 16)
+        return Machine("cpu", f"CPU, {cores()} cores", 1, atomic_files.MEMORY, cores(), speed)
     card = torch.cuda.get_device_properties(0)
     speed = _timed_step("cuda", 224, 128)
     return Machine("cuda", card.name, torch.cuda.device_count(), card.total_memory, cores(), speed)

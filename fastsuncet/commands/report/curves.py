@@ -240,9 +240,7 @@ def choose_metrics(panels: list[Panel], asked: Sequence[str], default: tuple[str
     """
     points = (p for panel in panels for group in panel.groups for curve in group.curves for p in curve.points)
     there = list(dict.fromkeys(name for point in points for name in point.metrics))
-    for metric in asked:
-        if metric not in there:
-            raise ConfigError(
-                f"nothing here was measured by --metric {metric}; there is {', '.join(sorted(there))}"
-            )
+    if unknown := [metric for metric in asked if metric not in there]:
+        known = ", ".join(sorted(there))
+        raise ConfigError(f"nothing here was measured by --metric {unknown[0]}; there is {known}")
     return list(dict.fromkeys(asked)) or [next(metric for metric in (*default, *there) if metric in there)]

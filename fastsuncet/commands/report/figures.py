@@ -162,9 +162,8 @@ def draw_lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
             axes.plot(*zip(*points), color=COLORS[i], linestyle=DASHES[i], label=label, **few)
         axes.set_title(title, loc="left", fontsize=10, pad=18 if len(curves) > 1 else None)
         # matplotlib's usual ticks, at whole updates only: those of a single point would all have its number.
-        axes.xaxis.set_major_locator(
-            MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1)
-        )
+        ticks = MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1)
+        axes.xaxis.set_major_locator(ticks)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         if len(curves) > 1:  # above the panel, where no curve is

@@ -119,15 +119,14 @@ def curves(figure: str) -> list[Curve]:
     for (kind, labels, method), points in members.items():
         # The labels of the transfer rows are those of pre-training.
         share = {"fraction": float(labels) / 100} if labels and figure != "transfer" else {}
+        order = sorted(points, key=lambda epochs: epochs or 0)
         found.append(
             Curve(
                 run=f"paper, {figure}",
                 method=method,
                 seed=None,
                 measurement=Measurement(kind, labels_text(share)),
-                points=tuple(
-                    _point(method, labels, e, points[e]) for e in sorted(points, key=lambda e: e or 0)
-                ),
+                points=tuple(_point(method, labels, epochs, points[epochs]) for epochs in order),
                 supervised=method not in UNSUPERVISED,
                 published=True,
             )

@@ -77,6 +77,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     curves = []
     for (home, measurement), by_step in table.items():
         name, method, config = homes[home]
+        steps = sorted(by_step, key=lambda step: (step is None, step or 0))
         for same in by_step.values():
             if len(same) > 1:
                 text = f"{len(same)} results of one checkpoint that differ in their seed at most: their mean"
@@ -87,9 +88,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
                 method=method,
                 seed=config.meta.seed if config else None,
                 measurement=measurement,
-                points=tuple(
-                    mean_of(by_step[step]) for step in sorted(by_step, key=lambda s: (s is None, s or 0))
-                ),
+                points=tuple(mean_of(by_step[step]) for step in steps),
                 # True where it is not known: such a run is never taken as the baseline.
                 supervised=config.criterion.supervised if config else True,
                 settings=experiment(config) if config else (("encoder", name),),
@@ -203,9 +202,8 @@ def home_of(record: Json, run: Path, config: Config) -> str:
         home = home.parent.parent
     # A run that was moved, copied or renamed is recognized by its name, now or when it was evaluated. Another run can
     # have taken its place since.
-    known = home.name in (run.resolve().name, record["run"]) and (
-        not home.is_dir() or home == config.run_folder
-    )
+    free = not home.is_dir() or home == config.run_folder
+    known = free and home.name in (run.resolve().name, record["run"])
     return str(run) if known or home.resolve() == run.resolve() else str(home)
 
 
@@ -218,13 +216,11 @@ def point(step: int | None, epoch: float | None, ledger: Json, metrics: dict[str
 
 def mean_of(evaluations: Sequence[Point]) -> Point:
     """Return evaluations of one encoder as one, with the mean of each metric over those that have it."""
-    names = dict.fromkeys(name for each in evaluations for name in each.metrics)
-    return replace(
-        evaluations[0],
-        metrics={
-            name: fmean(each.metrics[name] for each in evaluations if name in each.metrics) for name in names
-        },
-    )
+    values: dict[str, list[float]] = {}
+    for each in evaluations:
+        for name, value in each.metrics.items():
+            values.setdefault(name, []).append(value)
+    return replace(evaluations[0], metrics={name: fmean(found) for name, found in values.items()})
 
 
 def experiment(config: Config) -> tuple[tuple[str, Any], ...]:

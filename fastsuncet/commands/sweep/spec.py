@@ -16,12 +16,8 @@ from fastsuncet.config.schema import BELOW, CONFIG, Schema, Section, Switch, des
 from fastsuncet.config.shipped import find_config
 from pipelines.sampling.augmentation import Allowed
 
-COMMANDS = (
-    "train",
-    "finetune",
-    *(f"evaluate {kind}" for kind in ("knn", "npi", "linear", "accuracy")),
-    "transfer",
-)
+EVALUATIONS = tuple(f"evaluate {kind}" for kind in ("knn", "npi", "linear", "accuracy"))
+COMMANDS = ("train", "finetune", *EVALUATIONS, "transfer")
 TAG = "logging.write_tag"
 
 # A key without a value below it is the same as an empty one.
