@@ -154,12 +154,11 @@ def read(path: Path, seeds: Sequence[int] | None = None) -> dict[str, Studies]:
     for labels, method, seed, kind, updates, cost, top1 in sorted(rows, key=lambda r: int(r[4])):
         point = Point(int(updates), {"petaflops": float(cost)}, {"top1": float(top1) / 100})
         points[Measurement(kind, labels), NAMES.get(method, method), int(seed)].append(point)
-    return studies(
-        [
-            Curve("", method, seed, measurement, tuple(found), method != BASELINE)
-            for (measurement, method, seed), found in sorted(points.items())
-        ]
-    )
+    curves = [
+        Curve("", method, seed, measurement, tuple(found), method != BASELINE)
+        for (measurement, method, seed), found in sorted(points.items())
+    ]
+    return studies(curves)
 
 
 def best(found: Studies, name: str, kinds: Sequence[str] = ALL_KINDS) -> Shares:

@@ -386,11 +386,8 @@ def describe(classifier: Classifier) -> list[str]:
         why = "no class has two labels, so no label can be left out to judge by"
         if worth.learned:
             why = "the network has learned from these labels. Label more images to know it"
-        return [
-            *lines,
-            f"expected     unknown: {why}",
-            "calibration  not measured; as a rule the probabilities are too high",
-        ]
+        calibration = "calibration  not measured; as a rule the probabilities are too high"
+        return [*lines, f"expected     unknown: {why}", calibration]
     # A new image is about as often of a class without a label as one of these is alone in its class (Good 1953).
     alone = worth.labels - worth.learned - worth.judged if worth.by == BY_FOLDS.format(worth.judged) else 0
     right, counted = worth.accuracy * worth.judged, worth.judged + alone

@@ -79,8 +79,8 @@ def run_children(
     `stopped`, all are ended.
     """
     environment = {
+        "MASTER_ADDR": "127.0.0.1",
         **os.environ,
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
         "MASTER_PORT": str(broadcast_json(get_free_port())),
     }
     # The children's first rank serves their store, and not torchrun's agent.

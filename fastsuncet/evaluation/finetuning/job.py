@@ -263,11 +263,8 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
         return lines
     count, parts, (batch, lr) = len(labeled(job.images)), place.world_size * f.accumulate, sizes(job.config)
     steps, epoch = updates(job.config, count), count // batch
-    least = (
-        f" instead of {f.epochs}: finetune.head=linear makes at least {LEAST_UPDATES} updates"
-        if steps > f.epochs * epoch
-        else ""
-    )
+    more = f" instead of {f.epochs}: finetune.head=linear makes at least {LEAST_UPDATES} updates"
+    least = more if steps > f.epochs * epoch else ""
     ranks = counted(place.world_size, "process")
     passes = "" if f.accumulate == 1 else f", in {f.accumulate} passes"
     normed = any(isinstance(x, torch.nn.modules.batchnorm._BatchNorm) for x in encoder.module.modules())
