@@ -110,8 +110,14 @@ def run_while(
     Then it ends all processes that the command started, such as compilers and loaders. `output` gets what they print;
     `options` are those of subprocess.Popen.
     """
-    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(command, **streams, start_new_session=True, **options)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        **options,
+    )
     try:
         while go_on(process.poll()):
             time.sleep(POLL)

@@ -243,7 +243,10 @@ def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path, ca
     for name, words in (("each", (EACH, SEVEN)), ("three", (*THREE, SEVEN)), ("knn", EVALUATED)):
         straight, stopped = (final_state(tiny_config(tmp_path / name / part, *words)) for part in PARTS)
         assert_equal_to_the_bit(stopped, straight)
-    for name, words, ranks, key in (("each", (EACH,), 2, "sync_batchnorm"), ("three", THREE, 3, "micro_batch")):
+    for name, words, ranks, key in (
+        ("each", (EACH,), 2, "sync_batchnorm"),
+        ("three", THREE, 3, "micro_batch"),
+    ):
         assert train(tiny_config(tmp_path / name / "stopped", *words, SEVEN)) == {}
         said = capsys.readouterr().out
         assert re.search(rf"on 1 process instead of {ranks}: .*BatchNorm.*{key}.* of neither number", said)

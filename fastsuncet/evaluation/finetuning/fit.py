@@ -213,8 +213,9 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         scale = 1.0 if frozen is None else min(1.0, STABLE / (frozen.square * lr))
         # Fused: one launch for all weights, and fp16's scaler need not ask the device whether to step.
         groups = [{"params": list(self.model.parameters()), "scale": scale}]
-        settings = {"momentum": f.momentum, "nesterov": f.nesterov, "weight_decay": f.weight_decay}
-        self.optimizer = SGD(groups, lr, **settings)
+        self.optimizer = SGD(
+            groups, lr, momentum=f.momentum, nesterov=f.nesterov, weight_decay=f.weight_decay
+        )
         self.stream = FineTuningStream(train, indices, config, place)
         self.steps_per_epoch = self.stream.steps_per_epoch
         # Half a cosine: finetune.lr at update 0, and 0 one past the last update.
@@ -233,8 +234,8 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
 
     def train_step(self, batch: Iterator[tuple[Tensor, Tensor]], lr: float) -> Tensor:
         passes, clip = self.config.finetune.accumulate, math.inf if self.start is None else CLIP
-        how = (self.network, self.optimizer, self.scaler, self.autocast, self.loss)
-        return finetune_step(*how, batch, passes, lr, clip)
+        model, optimizer = self.network, self.optimizer
+        return finetune_step(model, optimizer, self.scaler, self.autocast, self.loss, batch, passes, lr, clip)
 
     def averaged(self) -> list[Tensor]:
         """Return the weights and the BatchNorm statistics of the network."""
