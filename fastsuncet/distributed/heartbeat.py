@@ -95,9 +95,11 @@ class Heartbeat:
                 return
             if waited > max(first, 2 * warned):
                 warned = waited
-                ending = f"{asked}: nothing can be saved until then" if asked else "meta.timeout ends the job"
+                # It can be the save that the signal asked for.
+                stop = f"{asked}: the run stops after that, or " if asked else ""
                 if speaks:
-                    self.say(f"no step for {waited:,.0f} s, {text}; {ending} (after {self.timeout:,.0f} s)")
+                    ending = f"meta.timeout ends the job after {self.timeout:,.0f} s"
+                    self.say(f"no step for {waited:,.0f} s, {text}; {stop}{ending}")
 
     def _exchange(self, posts: dict[int, tuple[bytes, float]], now: float, read: bool) -> None:
         """Post where this rank is; with `read`, add to `posts` where each rank is and when it last posted anew.

@@ -85,13 +85,14 @@ def test_heartbeat_names_the_process_that_holds_the_store_and_is_stopped(hearts,
 
 
 @pytest.mark.slow
-def test_heartbeat_after_a_signal_says_that_nothing_can_be_saved(hearts):
+def test_heartbeat_after_a_signal_says_what_the_stop_waits_for(hearts):
     """And already the first line names the rank that never posted, not the one that waits for it."""
     (one, said, ended), _ = hearts
     one.signals.requested = "SIGTERM"
     with one:
         wait_for_end(ended)
-    assert "waiting for rank 1 (has not begun); SIGTERM: nothing can be saved until then" in said[0]
+    ending = "SIGTERM: the run stops after that, or meta.timeout ends the job after 2 s"
+    assert f"waiting for rank 1 (has not begun); {ending}" in said[0]
     assert "waiting for rank 1 (has not begun). Nothing was saved" in ended[0]
 
 
