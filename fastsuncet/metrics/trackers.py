@@ -255,36 +255,27 @@ class Caller:
             self._opened.set()
 
 
-class Trackers:
+class Trackers(contextlib.ExitStack):
     """`tell(call)` calls `call` with each tracker that a config names for the run in `folder`, and waits for none.
 
     A tracker that fails is left out from then on, and a line says why. TensorBoard hides its events from `purge_step`
-    on. Raises ConfigError for a missing package. Leaving the context closes the trackers.
+    on. Raises ConfigError for a missing package. Leaving the context closes the trackers, as `Caller.close`.
     """
 
     def __init__(self, config: Config, folder: Path, purge_step: int | None = None, say: Say = say_line):
+        super().__init__()
         self._callers: list[Caller] = []
         require_packages(config)
         runs = config.run_folder.parent
         name = str(folder.relative_to(runs)) if folder.is_relative_to(runs) else folder.name
         for key, asked in config.logging.trackers.items():
             self._callers.append(Caller(TRACKERS[key], say, asked, folder, name, purge_step))
+            self.callback(self._callers[-1].close)
 
     def tell(self, call: Callable[[Tracker], object]) -> None:
         """Let `call` be made with every tracker that has not failed."""
         for caller in self._callers:
             caller.tell(call)
-
-    def close(self) -> None:
-        """Wait until each tracker has everything, PATIENCE seconds at most."""
-        for caller in self._callers:
-            caller.close()
-
-    def __enter__(self) -> "Trackers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def require_packages(config: Config) -> None:

@@ -14,6 +14,7 @@ Floats are written with the digits that give the same float back. JSON has no Na
 "nonfinite": {"suncet": "nan"} keeps it; the table has nan, inf and -inf. `read` restores them.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
 
 
-class MetricsWriter:
+class MetricsWriter(contextlib.ExitStack):
     """Appends records to the files in `folder`; other programs can read each line at once.
 
     `columns` are the keys that a training record can have, without "step", in the table's order. With `resume_step` the
     files continue from there: lines of later steps, and a line cut by a kill, are moved aside, and one line reports it.
     If that step is not `evaluated`, so is the line of its evaluation, which will be written again. None is a fresh
     start: all lines are moved aside. The trackers that `config` names get the numbers and the config; ConfigError if
-    their packages are missing. Raises CheckpointError if the disk is full.
+    their packages are missing. Raises CheckpointError if the disk is full. Leaving the context closes all.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class MetricsWriter:
         config: Config | None = None,
         say: Say = say_line,
     ):
+        super().__init__()
         self.folder = Path(folder)
         self.columns = tuple(columns)
         try:
@@ -64,13 +66,15 @@ class MetricsWriter:
             if config is not None and config.logging.trackers:
                 from fastsuncet.metrics import trackers
 
-                self._trackers = trackers.Trackers(config, self.folder, purge_step, say)
+                self._trackers = self.enter_context(trackers.Trackers(config, self.folder, purge_step, say))
                 self._tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
                 self._tell(lambda tracker: tracker.settings(config))
             self._move_later_lines(resume_step, evaluated, say)
             self._jsonl, self._csv = (
                 os.open(self.folder / name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC) for name in (JSONL, CSV)
             )
+            for descriptor in (self._jsonl, self._csv):
+                self.callback(os.close, descriptor)
         except OSError as error:
             raise self._refusal(error) from error
 
@@ -105,19 +109,6 @@ class MetricsWriter:
             os.fsync(self._csv)
         except OSError as error:
             raise self._refusal(error) from error
-
-    def close(self) -> None:
-        """Close the files and the trackers. The lines are in the files already."""
-        os.close(self._jsonl)
-        os.close(self._csv)
-        if self._trackers is not None:
-            self._trackers.close()
-
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _move_later_lines(self, resume_step: int | None, evaluated: bool, say: Say) -> None:
         """Move lines after `resume_step` (None: all) and cut ones to SUPERSEDED; make the table of those that stay."""
