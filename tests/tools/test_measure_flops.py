@@ -1,7 +1,6 @@
 """measure_flops prints what a run costs, by torch's own counter."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,15 +8,13 @@ from fastsuncet.config import load_config
 from fastsuncet.models.flops import FLOP_PER_MAC, network_cost
 from tools.measure_flops import main, training_flops
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-
 
 @pytest.fixture
 def cost_of(capsys):
     """Return the printed rows by name: {"epoch": ["2,555,904", "62.746"], ...}."""
 
     def run(config: str, *overrides: str) -> dict[str, list[str]]:
-        assert main([str(CONFIGS / config), *overrides]) == 0
+        assert main([config, *overrides]) == 0
         rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
         return {row[0]: row[1:] for row in rows}
 
@@ -26,7 +23,7 @@ def cost_of(capsys):
 
 @pytest.mark.slow
 def test_training_flops_are_6_per_mac_with_the_gradient_of_the_images():
-    config = load_config(CONFIGS / "in1k_simclr.yaml", ["model.head_batchnorm=true", "model.name=resnet18"])
+    config = load_config("in1k_simclr", ["model.head_batchnorm=true", "model.name=resnet18"])
     m = config.model
     macs = network_cost(m.name, m.stem, 224, m.hidden, m.output, m.head_batchnorm).macs
     assert training_flops(config, image_gradient=True) == FLOP_PER_MAC * macs
@@ -35,23 +32,23 @@ def test_training_flops_are_6_per_mac_with_the_gradient_of_the_images():
 
 @pytest.mark.slow
 def test_measure_flops_of_the_papers_runs_are_the_recipes(cost_of):
-    rows = cost_of("in1k_simclr.yaml", "optimization.epochs=100")
+    rows = cost_of("in1k_simclr", "optimization.epochs=100")
     assert rows["epoch"] == ["2,555,904", "62.746"] and rows["run of 31,200 updates"][1] == "6274.6"
-    rows = cost_of("in1k_10pct.yaml", "optimization.epochs=100")
+    rows = cost_of("in1k_10pct", "optimization.epochs=100")
     assert rows["update with labels"] == ["8,192", "0.20111"] and rows["update"][0] == "5,632"
     assert float(rows["run of 45,400 updates"][1]) / 6274.6 == pytest.approx(1.455, abs=5e-4)
 
 
 @pytest.mark.slow
 def test_measure_flops_of_other_images_changes_the_epoch_and_not_the_update(cost_of):
-    rows = cost_of("cifar10_simclr.yaml", "--images", "2560", "optimization.epochs=20")
+    rows = cost_of("cifar10_simclr", "--images", "2560", "optimization.epochs=20")
     assert rows["update"][0] == "512" and rows["epoch"][0] == "5,120"
     assert float(rows["update"][1]) == pytest.approx(0.0040, rel=1e-3)
 
 
 @pytest.mark.slow
 def test_measure_flops_prints_its_numbers_as_json(capsys):
-    assert main([str(CONFIGS / "cifar10_simclr.yaml"), "--json", "optimization.epochs=20"]) == 0
+    assert main(["cifar10_simclr", "--json", "optimization.epochs=20"]) == 0
     costs = json.loads(capsys.readouterr().out)
     view, update = costs["view"], costs["run"]["update"]
     assert update["views"] == 512
@@ -61,5 +58,5 @@ def test_measure_flops_prints_its_numbers_as_json(capsys):
 @pytest.mark.parametrize("wrong", ["--images=0", "--world-size=0"])
 def test_measure_flops_refuses_numbers_below_1(wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main([str(CONFIGS / "in1k_simclr.yaml"), wrong])
+        main(["in1k_simclr", wrong])
     assert "must be above 0" in capsys.readouterr().err
