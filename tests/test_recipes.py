@@ -141,4 +141,4 @@ def test_recipes_toys_run_agree_and_train(copy):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("a toy\n") and "  toy         Print a toy.\n" in done.stdout
     assert "SimCLR + Toy" in done.stdout and "toy=" in done.stdout
-    assert re.search(r"^\.{5} +\[100%\]$", done.stdout, re.M)
+    assert re.search(r"^[.s]{5} +\[100%\]$", done.stdout, re.M)
