@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fastsuncet import paws
 from tests.support import dense_losses
+from tests.support.dense_losses import by_view
 from tests.support.ranks import run_ranks
 from tests.support.vectors import load_vectors
 from tools.bench.dispatch_counter import Counter
@@ -175,22 +176,17 @@ def results() -> dict[int, list[dict]]:
     return {2: run_ranks(on_a_rank, 2, authors), 4: run_ranks(on_a_rank, 4, {})}
 
 
-def by_view(x: torch.Tensor, views: int) -> torch.Tensor:
-    """Order rows of ranks (W, V, B) as one process has them: view 0 of all images, then view 1, ..."""
-    return x.unflatten(0, (-1, views, IMAGES)).transpose(0, 1).flatten(0, 2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("case", ["plain", "prior"])
 def test_paws_on_ranks_is_that_of_one_process(results, world_size, case):
     anchors, supports, labels, targets, of_targets = map(torch.cat, zip(*map(batch_of, range(world_size))))
     settings = SETTINGS | {"prior": prior_of(labels)} if case == "prior" else {}
-    joined = (by_view(anchors, VIEWS), supports, labels, by_view(targets, 2), of_targets)
+    joined = (by_view(IMAGES, anchors, VIEWS), supports, labels, by_view(IMAGES, targets, 2), of_targets)
     expected = run(dense_losses.paws, *joined, views=VIEWS, **settings)
     values = list(zip(*(each[case] for each in results[world_size])))
     found = [torch.stack(each).mean(0) for each in values[:2]]
-    found.append(by_view(torch.cat(values[2]), VIEWS) / world_size)
+    found.append(by_view(IMAGES, torch.cat(values[2]), VIEWS) / world_size)
     found.append(torch.cat(values[3]) / world_size)
     assert_near(found, expected, 1e-11)
     # me-max is that of all ranks, with the same bits on each.

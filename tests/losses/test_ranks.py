@@ -11,7 +11,7 @@ from fastsuncet import cross_entropy, nt_xent, suncet, sup_con, swav
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.losses.swav import sinkhorn
 from tests.support import dense_losses, vectors
-from tests.support.dense_losses import gradient
+from tests.support.dense_losses import by_view, gradient
 from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
 
@@ -154,17 +154,12 @@ def joined(function, ranks, *arguments) -> torch.Tensor:
     return torch.cat([function(*arguments, r) for r in ranks])
 
 
-def by_view(x: torch.Tensor, views: int) -> torch.Tensor:
-    """Order rows of ranks (W, V, U) as one process has them: view 0 of all images, then view 1, ..."""
-    return x.unflatten(0, (-1, views, IMAGES)).transpose(0, 1).flatten(0, 2)
-
-
 def assert_shares(found: list[tuple], expected: tuple, near: float, views: int = 0) -> None:
     """Require that the shares average to the loss, and the gradients over the world size are those of one process."""
     (loss, grad), ours = expected, torch.cat([each.double() for _, each in found]) / len(found)
     mean = torch.stack([each for each, _ in found]).double().mean()
     assert mean.item() == pytest.approx(loss.item(), rel=near)
-    assert ((by_view(ours, views) if views else ours) - grad).norm() <= near * grad.norm()
+    assert ((by_view(IMAGES, ours, views) if views else ours) - grad).norm() <= near * grad.norm()
 
 
 @worlds
@@ -173,7 +168,7 @@ def test_ranks_equal_one_process_on_the_joined_batch(results, world_size, case):
     dtype, keys, name, kind, average, *_ = case
     found, ranks = [each[str(case)] for each in results[world_size]], range(world_size)
     if name == "nt_xent":
-        z = by_view(joined(views_of, ranks), 2)
+        z = by_view(IMAGES, joined(views_of, ranks), 2)
         expected = gradient(dense_losses.nt_xent, z, TEMPERATURE, keys=keys)
         assert_shares(found, expected, NEAR[dtype], views=2)
     else:
@@ -189,7 +184,7 @@ def test_ranks_cross_entropy_and_swav_equal_one_process(results, world_size):
     rows, labels = joined(rows_of, ranks), joined(labels_of, ranks, "balanced")
     expected = gradient(torch.nn.functional.cross_entropy, rows, labels)
     assert_shares([each["cross_entropy"] for each in results[world_size]], expected, 1e-12)
-    scores = by_view(joined(scores_of, ranks), CROPS)
+    scores = by_view(IMAGES, joined(scores_of, ranks), CROPS)
     expected = gradient(dense_losses.swav, scores, 0.1, crops=CROPS)
     assert_shares([each["swav"] for each in results[world_size]], expected, 1e-11, views=CROPS)
     codes = torch.cat([each["codes"] for each in results[world_size]])
@@ -209,9 +204,9 @@ def test_ranks_of_a_group_contrast_only_its_rows(results):
     rows, labels = joined(rows_of, (1, 3)), joined(labels_of, (1, 3), "balanced")
     expected = gradient(dense_losses.suncet, rows, labels, TEMPERATURE)
     assert_shares([each["odd rows"] for each in odd], expected, 1e-12)
-    expected = gradient(dense_losses.nt_xent, by_view(joined(views_of, (1, 3)), 2), TEMPERATURE)
+    expected = gradient(dense_losses.nt_xent, by_view(IMAGES, joined(views_of, (1, 3)), 2), TEMPERATURE)
     assert_shares([each["odd views"] for each in odd], expected, 1e-12, views=2)
-    scores = by_view(joined(scores_of, (1, 3)), CROPS)
+    scores = by_view(IMAGES, joined(scores_of, (1, 3)), CROPS)
     expected = gradient(dense_losses.swav, scores, 0.1, crops=CROPS)
     assert_shares([each["odd scores"] for each in odd], expected, 1e-11, views=CROPS)
 

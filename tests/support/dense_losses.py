@@ -108,3 +108,8 @@ def labeled_batch(rows=24, width=8, classes=5, dtype=torch.float64) -> tuple[Ten
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(rows, width, dtype=torch.float64, generator=generator).to(dtype)
     return z, torch.randint(classes, (rows,), generator=generator)
+
+
+def by_view(images: int, x: Tensor, views: int) -> Tensor:
+    """Order rows of ranks (W, V, images) as one process has them: view 0 of all images, then view 1, ..."""
+    return x.unflatten(0, (-1, views, images)).transpose(0, 1).flatten(0, 2)
