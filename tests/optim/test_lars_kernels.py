@@ -47,27 +47,20 @@ def test_lars_kernel_repeats_its_bits():
     assert all(torch.equal(a, b) for a, b in zip(*(network.parameters() for network in networks)))
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda p: p.double(), "float64"),
-        (lambda p: p[:, ::2], "another memory layout"),
-        (lambda p: p.to(memory_format=torch.channels_last), "another memory layout"),
-    ],
-)
-def test_lars_kernel_refuses_tensors_it_would_misread(change, reason):
-    p = torch.randn(4, 6, 3, 3)
-    changed = change(p)
-    shaped = p[:, : changed.shape[1]].contiguous()
-    settings = LARSSettings()
-    with pytest.raises(KernelError, match=reason):
-        lars_kernel.lars_kernel([shaped], [changed], [torch.zeros_like(shaped)], 0.1, settings)
-    with pytest.raises(KernelError, match="a setting is torch"):
-        lars_kernel.lars_kernel([shaped], [shaped], [shaped], torch.tensor(0.1).double(), settings)
-
-
-def test_lars_kernel_dense_tensors():
+def test_lars_kernel_refuses_tensors_it_would_misread():
     """A 1 x 1 convolution is dense in either layout, every second column in none."""
+    p, settings = torch.randn(4, 6, 3, 3), LARSSettings()
+    channels_last = p.to(memory_format=torch.channels_last)
+    for changed, reason in (
+        (p.double(), "float64"),
+        (p[:, ::2], "another memory layout"),
+        (channels_last, "another memory layout"),
+    ):
+        shaped = p[:, : changed.shape[1]].contiguous()
+        with pytest.raises(KernelError, match=reason):
+            lars_kernel.lars_kernel([shaped], [changed], [torch.zeros_like(shaped)], 0.1, settings)
+    with pytest.raises(KernelError, match="a setting is torch"):
+        lars_kernel.lars_kernel([p], [p], [p], torch.tensor(0.1).double(), settings)
     gaps = torch.zeros(3, 4)[:, ::2]
     assert "not dense" in lars_kernel.why_not([gaps], [gaps], [gaps])
     p = torch.randn(4, 6, 1, 1).to(memory_format=torch.channels_last)

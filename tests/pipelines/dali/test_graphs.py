@@ -284,9 +284,8 @@ def test_graph_on_a_gpu_has_every_operator_and_operand_in_its_place(request, mon
     assert sources[0].get("cuda_stream") == stream
     if fused:
         assert arguments["fastsuncet__View"]["kernels"] == b"code".hex()
-    if (
-        stored == "files"
-    ):  # of a file that is cut short, a map would end the process by SIGBUS, without a message
+    # Of a file that is cut short, a map would end the process by SIGBUS, without a message.
+    if stored == "files":
         assert arguments["io__file__Read"]["dont_use_mmap"]
     if stored != "pixels":
         assert arguments["decoders__Image"]["hw_decoder_load"] == 0.5
