@@ -118,7 +118,7 @@ def test_stop_skips_an_evaluation_and_the_continued_run_does_it_first(evaluated,
     train(stopped)
     assert_equal_to_the_bit(final_state(stopped), evaluated)
     train(without)
-    assert saved_steps(without)[-1:] == [7] and evaluations(without) == []
+    assert steps(without.run_folder / "checkpoints")[-1:] == [7] and evaluations(without) == []
 
 
 def in_next_evaluation(patch: pytest.MonkeyPatch, what: Callable[[], None]) -> None:
@@ -144,7 +144,7 @@ def stopped_in_an_evaluation(config, rank: int = 0, last: int = 0) -> list:
             in_next_evaluation(patch, terminate)
         with pytest.raises(Preempted, match="saved after step 4"), as_rank(config) as place:
             train_command.train(config, place)
-    row = [saved_steps(config)[-1:], evaluations(config)]
+    row = [steps(config.run_folder / "checkpoints")[-1:], evaluations(config)]
     train(config)
     return [*row, evaluations(config)]
 
@@ -158,10 +158,6 @@ def test_signal_ends_an_evaluation_and_the_continued_run_does_it_first(every, ev
     config = tiny_config(tmp_path, *EVALUATED, f"checkpoint.every={every}")
     assert stopped_in_an_evaluation(config) == ROW
     assert_equal_to_the_bit(final_state(config), evaluated)
-
-
-def saved_steps(config) -> list[int]:
-    return sorted(int(path.name[-8:]) for path in (config.run_folder / "checkpoints").glob("step_*"))
 
 
 @pytest.mark.parametrize("when", ["during", "after"])
@@ -181,7 +177,7 @@ def test_run_killed_around_an_evaluation_keeps_the_step_before_it(when, evaluate
             patch.setattr(MetricsWriter, "write", written)
         with pytest.raises(Killed):
             train(killed)
-    assert saved_steps(killed) == [4]
+    assert steps(killed.run_folder / "checkpoints") == [4]
     assert min(train(killed)) == 4
     assert_equal_to_the_bit(final_state(killed), evaluated)
 

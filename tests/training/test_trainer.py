@@ -31,6 +31,7 @@ from fastsuncet.training.methods import TERMS, loss_of
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import BadImage
+from tests.support.checkpoints import steps
 from tests.support.methods import small
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks, start_forked
@@ -150,7 +151,7 @@ def test_loss_or_weight_not_finite_is_named_with_its_images_and_never_saved(case
         assert named and named <= {images.train.name(int(i)) for i in images.split.indices}
     assert json.loads((config.run_folder / "status.json").read_text())["state"] == "failed"
     checkpoints = config.run_folder / "checkpoints"
-    assert sorted(path.name for path in checkpoints.glob("step_*")) == [f"step_{n:08d}" for n in saved]
+    assert steps(checkpoints) == saved
     if saved:
         weights = final_state(config)[0].values()
         assert all(torch.isfinite(w).all() for w in weights if w.is_floating_point())
