@@ -52,7 +52,7 @@ def packed_index(config: Config, *, compare: bool = False, scan: bool = False) -
     with config.naming("data.pack"):
         upright = config.data.exif_orientation
         return open_pack(
-            config.data.pack or "", kept=pack_index_path(config), like=like, scan=scan, upright=upright
+            config.data.pack or "", kept=kept_index(config), like=like, scan=scan, upright=upright
         )
 
 
@@ -106,10 +106,9 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     with config.naming("data.root"):
         refreshed, new = look_again(index)
     if new:
-        what = "left out of training, evaluation and suggestions: `fastsuncet data check CONFIG` adds them"
-        has = counted(new, "new image")
+        has = f"{folder} has {counted(new, 'new image')}"
         # Once: a command that fits a classifier opens the images again.
-        say_once(f"note: {folder} has {has}, {what}")
+        say_once(f"note: {has}, left out: `fastsuncet data check CONFIG` adds them")
     if refreshed is not index:
         save_index(refreshed, kept)
     return refreshed
@@ -139,13 +138,8 @@ def index_path(config: Config, folder: Path, train: bool) -> Path:
 def kept_index(config: Config) -> Path:
     """Return where the index of the training images is kept, if they are no pack with an index of its own."""
     if config.data.pack is not None:
-        return pack_index_path(config)
+        return _beside_runs(config, "pack", f"pack:{typed_path(config.data.pack).absolute()}")
     return index_path(config, image_root(config, train=True), True)
-
-
-def pack_index_path(config: Config) -> Path:
-    """Return where the index of data.pack is kept, if it has none of its own."""
-    return _beside_runs(config, "pack", f"pack:{typed_path(config.data.pack).absolute()}")
 
 
 def _beside_runs(config: Config, name: str, key: str) -> Path:

@@ -14,7 +14,7 @@ import torch
 from fastsuncet import cli
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
-from fastsuncet.data.image_files import index_path, pack_index_path
+from fastsuncet.data.image_files import index_path, kept_index
 from fastsuncet.distributed.place import join
 from pipelines.data_errors import BadImage, CannotWrite, DataError
 from pipelines.datasets import pack as module
@@ -294,7 +294,7 @@ def test_a_run_and_data_check_read_shards_of_another_program(here, pack, capsys)
     (pack / INDEX).unlink()
     foreign = ("data.pack=pack", "data.validation=images")
     assert data("check", "run.yaml", *foreign) == 0
-    kept = pack_index_path(load_config("run.yaml", foreign))
+    kept = kept_index(load_config("run.yaml", foreign))
     save_index(replace(load_index(kept), bad={2: "another decoder refuses it"}), kept)
     assert data("check", "run.yaml", *foreign) == 0
     with join("cpu") as process:  # its validation folder keeps its own classes
