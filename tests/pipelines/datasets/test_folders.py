@@ -1,9 +1,8 @@
 """Folders and CSVs as indexes: which images, in which order, with which labels, and what is refused."""
 
 import os
+import runpy
 import struct
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets import folders, image_headers
@@ -95,8 +94,9 @@ def test_images_are_turned_as_their_exif_tag_says(tmp_path, kind, tag):
     assert image_tree(tmp_path).sizes[0].tolist() == [40, 60]
 
 
-def test_images_that_decoders_turn_differently_are_bad(tmp_path):
+def test_images_that_decoders_turn_differently_are_bad(tmp_path, recwarn):
     """DALI 2.4 writes beyond such an image, which kills the process, or turns it otherwise than PIL."""
+    runpy.run_path(image_headers.__file__)  # pytest has removed the filter of PIL's own warnings of them
     entry = b"\x12\x01\x03\0\1\0\0\0\6\0\0\0"  # the tag 0x112, a short, one, turned by 90 degrees
     turned = b"II*\0\10\0\0\0\1\0" + entry + bytes(4)
     half_turn, long = turned.replace(b"\6\0", b"\3\0"), turned.replace(b"\3\0\1", b"\4\0\1")
@@ -120,15 +120,7 @@ def test_images_that_decoders_turn_differently_are_bad(tmp_path):
         assert stored.sizes.tolist() == [[6, 8]] and not stored.bad
         assert upright.sizes.tolist() == ([[6, 8] if name == "none" else [8, 6]] if good else [[0, 0]]), name
         assert good or "decoders turn by differently" in upright.bad[0]
-
-
-def test_damaged_exif_values_print_nothing(tmp_path):
-    exif = Image.Exif()
-    exif[ExifTags.Base.Make] = "maker" * 20
-    Image.new("RGB", (8, 6)).save(tmp_path / "a.jpg", exif=exif.tobytes()[:-50])
-    code = f"from pipelines.datasets.folders import image_list; image_list([{str(tmp_path / 'a.jpg')!r}], upright=True)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert not recwarn.list
 
 
 def test_image_folders_say_how_many_images_no_decoder_reads(tmp_path, capsys):
