@@ -10,17 +10,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.image_headers import Progress, file_stamps, in_threads, read_headers, read_rgb
+from pipelines.datasets.shards import Shards
 from pipelines.datasets.string_table import Names
 from pipelines.output import counted, first_five
-
-if TYPE_CHECKING:
-    from pipelines.datasets.shards import Shards
 
 _LARGE = 25_000_000  # pixels of an image that a note names: 75 MB decoded
 
@@ -55,7 +53,7 @@ class ImageIndex:
     bad: Mapping[int, str] = field(default_factory=dict)  # number -> why the image cannot be used
     # int8 (N, classes), for images that show several: 1 the class is there, -1 it is not, 0 difficult, not counted.
     presence: np.ndarray | None = None
-    pack: "Shards | None" = None  # where the content of the files is read from instead
+    pack: Shards | None = None  # where the content of the files is read from instead
     upright: bool = False  # whether images are turned as their EXIF tag says, or read as stored
     changed: tuple[int, ...] = ()  # images whose files were written again after the index was made
     folders: FolderTimes | None = None  # of an index of all images below the root
