@@ -16,6 +16,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_evaluation_loader
+from pipelines.output import show_progress
 from pipelines.sampling.augmentation import Augmentation, Center
 from pipelines.sampling.step_plan import EvaluationPlan
 
@@ -43,6 +44,7 @@ def outputs(
     batch: int = 256,
     view: Center | None = None,  # None: the config's
     before_batch: Callable[[], None] = lambda: None,
+    what: str | None = None,  # as which a terminal shows how many images are done
 ) -> Tensor:
     """Return the network's output for each image, (N, E) float32 on the device, in the order of `indices`.
 
@@ -52,7 +54,7 @@ def outputs(
     an image that cannot be decoded, since the accuracy would be another one without it.
     """
     view = view or evaluation_view(config)
-    return _forward(network, index, indices, (view,), config, place, batch, before_batch)[:, 0]
+    return _forward(network, index, indices, (view,), config, place, batch, before_batch, what)[:, 0]
 
 
 def embed_views(
@@ -84,6 +86,7 @@ def _forward(
     place: Place,
     batch: int,
     before_batch: Callable[[], None] = lambda: None,
+    what: str | None = None,
 ) -> Tensor:
     """Return (N, V, E) on every rank; each computes a block of the images."""
     count = -(-len(indices) // place.world_size)
@@ -111,6 +114,8 @@ def _forward(
                 rows = h.new_empty(count, len(views), h.shape[1]) if rows is None else rows
                 rows[done : done + len(h), view] = h
             done += len(shown[0])
+            if what and place.first:
+                show_progress(what, done, count)
     finally:
         for module, training in modes:
             module.training = training

@@ -21,6 +21,7 @@ from fastsuncet.distributed.collectives import broadcast, broadcast_json, rank, 
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.calibration import fit_temperature
 from fastsuncet.evaluation.scoring import Measured, examples, measured, own_rows
+from pipelines.output import show_progress
 
 TOLERANCE = 1e-6  # the fit has converged when no element of the mean loss's gradient is larger
 HISTORY = 20  # gradients that L-BFGS keeps: 2 x 20 x C x E float64, 0.7 GB for ImageNet
@@ -155,6 +156,8 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
         found = torch.cat(logits)
         losses[i] = fit_temperature(found, truth)[1]
         right[i] = (found.argmax(1) == truth).sum()
+        if rank() == 0:  # the others are as far
+            show_progress("choosing linear.strength", min(i + world_size(), len(STRENGTHS)), len(STRENGTHS))
     losses, right = sum_over_ranks(torch.stack([losses, right]))
     if right.max() <= truth.bincount().max():
         return 1.0  # the smallest would predict one class for all images

@@ -69,8 +69,8 @@ def examples(
         features = embed_views(network, images.train, chosen, crops, config, place).flatten(0, 1)
         labels = labels.repeat_interleave(crops)
     else:
-        features = outputs(network, images.train, chosen, config, place)
-    queries = outputs(network, images.validation, np.arange(len(truth)), config, place)
+        features = outputs(network, images.train, chosen, config, place, what="labeled")
+    queries = outputs(network, images.validation, np.arange(len(truth)), config, place, what="validation")
     require_finite(features, queries)
     return Examples(features, labels, queries, truth, len(images.train.classes))
 

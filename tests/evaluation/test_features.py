@@ -11,6 +11,7 @@ from torch import nn
 
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import Place
+from fastsuncet.evaluation import features
 from fastsuncet.evaluation.features import embed_views, outputs, view_size
 from fastsuncet.evaluation.knn import knn, online_knn
 from fastsuncet.evaluation.linear import linear
@@ -85,10 +86,11 @@ def test_embed_views_does_not_change_colors(tmp_path):
         assert np.abs(shown[:, 0] - shown[:, 2]).max() > 0.02, "the crop is not gray"
 
 
-def test_outputs_keeps_mode_and_statistics_of_the_network(colors):
-    config, images = colors
+def test_outputs_keeps_mode_and_statistics_of_the_network(colors, monkeypatch):
+    (config, images), shown = colors, []
+    monkeypatch.setattr(features, "show_progress", lambda *progress: shown.append(progress))
     network = build_model("resnet_tiny").encoder.train()
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    outputs(network, images.validation, np.arange(5), config, ALONE)
-    assert network.training
+    outputs(network, images.validation, np.arange(5), config, ALONE, batch=2, what="images")
+    assert network.training and shown == [("images", done, 5) for done in (2, 4, 5)]
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())

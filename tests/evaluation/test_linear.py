@@ -105,16 +105,18 @@ def test_choose_strength_is_shared_by_ranks(monkeypatch):
     features, labels = drawn(60, 6), torch.arange(60) % 3
     features[:, 0] += labels
     alone, fit = choose_strength(features, labels, 3), fit_linear
-    fitted, parts = [], []
+    fitted, parts, shown = [], [], []
     noted = lambda *x, strength, **o: fitted.append(strength) or fit(*x, strength=strength, **o)  # noqa: E731
     monkeypatch.setattr(module, "fit_linear", noted)
     monkeypatch.setattr(module, "sum_over_ranks", lambda right: parts.append(right) or right)
     monkeypatch.setattr(module, "world_size", lambda: 3)
+    monkeypatch.setattr(module, "show_progress", lambda what, done, total: shown.append((done, total)))
     for number in range(3):
         monkeypatch.setattr(module, "rank", lambda number=number: number)
         choose_strength(features, labels, 3)
         assert set(fitted) == set(STRENGTHS[number::3])
         fitted.clear()
+    assert shown == [(3, 8), (6, 8), (8, 8)]
     losses, _ = sum(parts)
     assert STRENGTHS[int(losses.argmin())] == alone
 
