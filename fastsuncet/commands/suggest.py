@@ -54,12 +54,11 @@ def suggest(
     if page:
         refuse_existing(shown, force)
     found = suggestions(where, count, page=page)
-    table = csv_table([("file", "label"), *((name, "") for name in found.names)])
     text = labeling_page(found.names, found.paths, found.classes, found.guesses) if page else ""
     with disk_errors(output, "--output"):
         if page:  # first: of the two it is the one that a full disk refuses
             atomic_files.replace(shown, text.encode())
-        atomic_files.replace(output, table)
+        atomic_files.replace(output, csv_table([("file", "label"), *((name, "") for name in found.names)]))
     say_line(f"wrote {output}: {count:,} of {found.unlabeled:,} images without a label")
     if (labels := found.labeled + count) > SHOWN_TO_HELP:
         say_line(f"note: with {labels:,} labels a gain over random images is undecided, see RESULTS.md")

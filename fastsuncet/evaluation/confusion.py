@@ -98,8 +98,8 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
 
 
 def _shown(names: list[str]) -> list[str]:
-    """Return names that fit and can be drawn: names of folders are bytes, and can hold line breaks."""
-    cut = (name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in names)
+    """Return names that can be drawn, of long ones both ends: names of folders are bytes, and can hold line breaks."""
+    cut = (name if len(name) <= LONGEST else f"{name[:9]}…{name[-(LONGEST - 10) :]}" for name in names)
     return ["".join(x if x.isprintable() else "?" for x in name) for name in cut]
 
 
