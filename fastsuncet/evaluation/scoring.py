@@ -69,8 +69,9 @@ def examples(
         features = embed_views(network, images.train, chosen, crops, config, place).flatten(0, 1)
         labels = labels.repeat_interleave(crops)
     else:
-        features = outputs(network, images.train, chosen, config, place, what="labeled")
-    queries = outputs(network, images.validation, np.arange(len(truth)), config, place, what="validation")
+        features = outputs(network, images.train, chosen, config, place, what="labeled images")
+    everything = np.arange(len(truth))
+    queries = outputs(network, images.validation, everything, config, place, what="validation images")
     require_finite(features, queries)
     return Examples(features, labels, queries, truth, len(images.train.classes))
 
