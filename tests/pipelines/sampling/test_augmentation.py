@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
 from pipelines.sampling import augmentation as module
-from pipelines.sampling.augmentation import Augmentation, Center, ViewParams, draw_view, uniform
+from pipelines.sampling.augmentation import Augmentation, Center, Probability, ViewParams, draw_view, uniform
 
 sides = st.integers(1, 700)
 sizes_of_images = st.lists(st.tuples(sides, sides), min_size=1, max_size=20).map(np.array)
@@ -62,6 +62,17 @@ def test_crop_boxes_are_those_of_torchvisions_code_on_the_same_draws(monkeypatch
 def test_crop_of_one_pixel_or_of_an_image_without_a_size_is_one_pixel(ratio):
     boxes = draw(np.array([[0, 0], [1, 1]]), Augmentation(crop_ratio=ratio)).box
     np.testing.assert_array_equal(boxes, [[0, 0, 1, 1]] * 2)
+
+
+@given(sizes_of_images, st.data())
+def test_draws_of_ranks_joined_are_one_processes(sizes, data):
+    cut = data.draw(st.integers(0, len(sizes)))
+    halves = Augmentation(**{each.name: 0.5 for each in fields(Augmentation) if each.type == Probability})
+    whole, head = draw(sizes, halves, step=3), draw(sizes[:cut], halves, step=3)
+    tail = draw(sizes[cut:], halves, step=3, first_row=cut)
+    for field in fields(ViewParams):
+        joined = np.concatenate([getattr(part, field.name) for part in (head, tail)])
+        np.testing.assert_array_equal(getattr(whole, field.name), joined, field.name)
 
 
 def test_draws_of_a_row_do_not_depend_on_its_image_or_on_other_strengths():
