@@ -3,9 +3,8 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from fastsuncet.commands.prediction_page import html_page, thumbnail
+from fastsuncet.commands.prediction_page import html_page
 
 SAVED = "new-labels.csv"  # not the name of the file that the run reads: nobody should replace that
 SIDE = 480  # pixels of a picture, of about 40 kB
@@ -79,19 +78,19 @@ show();
 
 def labeling_page(
     names: Sequence[str],
-    paths: Sequence[Path],
+    pictures: Sequence[str],
     classes: Sequence[str],
     guesses: Sequence[Mapping[str, float]] = (),
 ) -> str:
     """Return the page as HTML: a picture, a button and a key for each class, undo, and one that saves the labels.
 
-    `names` are the files as a labels.csv has them, `paths` where they lie, `classes` those known so far, `guesses` the
-    probabilities from 0 to 1 of some classes of each picture.
+    `names` are the files as a labels.csv has them, `pictures` their data URLs, SIDE pixels or less a side,
+    `classes` those known so far, `guesses` the probabilities from 0 to 1 of some classes of each picture.
     """
     digest = hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()[:16]
     data = {"id": digest, "saved": SAVED, "files": list(names), "classes": list(classes)}
     data["guesses"] = [[(label, f"{p:.0%}") for label, p in each.items()] for each in guesses]
-    data["pictures"] = [thumbnail(path, SIDE) for path in paths]
+    data["pictures"] = list(pictures)
     # "<" would end the script's element inside a file name.
     held = json.dumps(data).replace("<", "\\u003c")
     body = f"""\

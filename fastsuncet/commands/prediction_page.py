@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from PIL import Image
 
-from pipelines.datasets.image_headers import FORMATS, as_rgb
+from pipelines.datasets.image_headers import read_rgb
 from pipelines.output import counted, say_line
 
 SIDE = 160  # pixels of a thumbnail, of about 5 kB
@@ -130,15 +131,17 @@ def _row(title: str, found: Iterable[Prediction], folder: Path) -> str:
     return "\n".join([*lines, "</div>"])
 
 
-def thumbnail(path: Path, side: int = SIDE) -> str:
-    """Return a small upright JPEG of an image as a data URL; an empty one, and say why, where PIL cannot read it."""
+def thumbnail(image: Path | bytes | np.ndarray, side: int = SIDE) -> str:
+    """Return a small upright JPEG of a file, its content or pixels (H, W, 3) uint8, as a data URL.
+
+    An empty one, and say why, where PIL cannot read the image.
+    """
     try:
-        with Image.open(path, formats=FORMATS) as image:
-            image.draft("RGB", (side, side))
-            small = Image.fromarray(as_rgb(image, upright=True))
-    except Exception as error:  # PIL's parsers raise many types, also for files that DALI's decoders forgive
-        say_line(f"page: {path} is named but not shown: {error}")
+        pixels = image if isinstance(image, np.ndarray) else read_rgb(image, upright=True, least=side)
+    except RuntimeError as error:  # DALI's decoders forgive more
+        say_line(f"page: named but not shown: {error}")
         return "data:,"
+    small = Image.fromarray(pixels)
     small.thumbnail((side, side))
     stream = io.BytesIO()
     small.save(stream, "JPEG", quality=75)

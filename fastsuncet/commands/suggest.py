@@ -16,7 +16,8 @@ from fastsuncet.commands.folder_pass import (
     one_process,
     skipped_lines,
 )
-from fastsuncet.commands.labeling_page import SAVED, labeling_page
+from fastsuncet.commands.labeling_page import SAVED, SIDE, labeling_page
+from fastsuncet.commands.prediction_page import thumbnail
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation.classifier import run_classifier, run_of
@@ -34,7 +35,7 @@ class Suggestions(NamedTuple):
     """Images to label, and among how many they were found."""
 
     names: list[str]  # as a labels.csv has them, the first to label first
-    paths: list[Path]  # for a page
+    pictures: list[str]  # for a page
     classes: tuple[str, ...]  # those of the labels so far
     labeled: int
     unlabeled: int
@@ -54,7 +55,7 @@ def suggest(
     if page:
         refuse_existing(shown, force)
     found = suggestions(where, count, page=page)
-    text = labeling_page(found.names, found.paths, found.classes, found.guesses) if page else ""
+    text = labeling_page(found.names, found.pictures, found.classes, found.guesses) if page else ""
     with disk_errors(output, "--output"):
         if page:  # first: of the two it is the one that a full disk refuses
             atomic_files.replace(shown, text.encode())
@@ -75,7 +76,7 @@ def suggest(
 def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Suggestions:
     """Return the images that `suggest` writes. Raises DataError where fewer than `count` have no label.
 
-    With `page` it adds what a page shows: the files, and their classes as the linear classifier of the run, which is
+    With `page` it adds what a page shows: the pictures, and their classes as the linear classifier of the run, which is
     fitted if there is none yet, guesses them.
     """
     place = one_process()
@@ -94,6 +95,7 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
     unlabeled = good[~labeled[good]]
     drawn = np.random.default_rng(config.meta.seed).permutation(unlabeled)[:POOL]
     pool = np.sort(np.concatenate([drawn, good[labeled[good]]]))
+    _require_unlabeled(len(unlabeled), count, config)
     view, taken = known_view(encoder), index.take(pool)
     work = FolderPass(encoder.module, encoder.width, taken, view, place, skip_bad=True)
     values, skipped = work.rows(), work.skipped
@@ -101,14 +103,14 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
     for line in skipped_lines({**index.bad, **undecoded}, index):
         say_line(line)
     pool, values = (np.delete(each, list(skipped), 0) for each in (pool, values))
-    if (left := int((~labeled[pool]).sum())) < count:
-        images = f"images of {config.data.root or config.data.pack} that can be read"
-        few = f"--count {count}: only {left:,} {images} have no label; give --count {left}"
-        raise DataError(few if left else f"all {images} have a label, so there is none to suggest")
+    _require_unlabeled(int((~labeled[pool]).sum()), count, config)
     features, known = (torch.from_numpy(x).to(place.device) for x in (values, labeled[pool]))
     rows = typical(features, known, count, config.meta.seed)
     chosen = pool[rows.cpu().numpy()].tolist()
-    guesses = []
+    pictures, guesses = [], []
+    if page:
+        content = index.content if index.pixels is None else index.pixels.__getitem__
+        pictures = [thumbnail(content(i), SIDE) for i in chosen]
     if page and len(np.unique(index.labels[pool[labeled[pool]]])) > 1:
         run = run_of(encoder, config)
         classifier, _ = run_classifier(encoder, config, place, run, skip_bad=True)
@@ -120,9 +122,16 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
         ]
     return Suggestions(
         [index.name(i) for i in chosen],
-        [Path(index.path(i)) for i in chosen] if page else [],
+        pictures,
         index.classes,
         int(labeled.sum()) + len(images.held_out or ()),
         len(unlabeled),
         guesses,
     )
+
+
+def _require_unlabeled(left: int, count: int, config: Config) -> None:
+    if left < count:
+        images = f"images of {config.data.root or config.data.pack} that can be read"
+        few = f"--count {count}: only {left:,} {images} have no label; give --count {left}"
+        raise DataError(few if left else f"all {images} have a label, so there is none to suggest")

@@ -89,14 +89,17 @@ def _orientation_in(header: bytes) -> int | None:
     return tag if 1 <= tag <= 8 else 1
 
 
-def read_rgb(file: os.PathLike | bytes, *, upright: bool = False) -> np.ndarray:
+def read_rgb(file: os.PathLike | bytes, *, upright: bool = False, least: int | None = None) -> np.ndarray:
     """Return an image file, or its content, as (H, W, 3) uint8 RGB, 16 bits scaled to 8.
 
-    With `upright` it is turned and mirrored as its EXIF tag says, and else as it is stored.
-    Raises RuntimeError, from PIL's error, when it cannot be decoded.
+    With `upright` it is turned and mirrored as its EXIF tag says, and else as it is stored. With `least`, a JPEG can be
+    smaller, as fast decoding makes it, but not below so many pixels a side. Raises RuntimeError, from PIL's error, when
+    it cannot be decoded.
     """
     try:
         with Image.open(_readable_by_pil(file), formats=FORMATS) as image:
+            if least is not None:
+                image.draft("RGB", (least, least))
             return as_rgb(image, upright=upright)
     except Exception as error:  # PIL's parsers raise OSError, SyntaxError, ValueError, struct.error, ...
         name = "a packed image" if isinstance(file, bytes) else file

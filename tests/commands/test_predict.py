@@ -200,13 +200,14 @@ def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, labels, c
         fastsuncet.predict(run.parent / "plain", run.parent / "photos")
 
 
-def test_network_whose_outputs_overflow_is_refused(run, capsys):
+def test_network_whose_outputs_overflow_is_refused(run, picture, capsys):
+    picture(run.parent / "mine" / "new.png", "red", 9)
     loaded = manager.load_newest(run / "checkpoints")
     for name in ("weight", "bias"):
         loaded.model[f"encoder.layer3.0.bn2.{name}"].fill_(3e38)
     manager.save(run / "checkpoints", 8, model=loaded.model, state={}, meta=loaded.meta, keep=9)
     for command, output in (("predict", "a.csv"), ("embed", "a.npz"), ("suggest", "next.csv")):
-        folder = [] if command == "suggest" else ["photos"]
+        folder = ["--count", "1"] if command == "suggest" else ["photos"]
         assert cli.main([command, str(run), *folder, "--output", output]) == 4
         assert "the network's outputs are not finite numbers" in capsys.readouterr().err
     assert not list(run.glob("classifier/*"))
@@ -352,8 +353,8 @@ def test_page_names_a_picture_that_pil_cannot_read_and_goes_on(tmp_path, picture
     assert ">red</bdi>, 4 images<" in page
     assert ">red</bdi>, 1 image<" in prediction_page.prediction_page(found[:1], tmp_path, [])
     for name in ("short", "gone", "bomb"):
-        assert f"page: {tmp_path / name}.png is named but not shown: " in printed
-    labeling = labeling_page.labeling_page(["bomb.png"], [tmp_path / "bomb.png"], ["red"])
+        assert f"page: named but not shown: {tmp_path / name}.png: " in printed
+    labeling = labeling_page.labeling_page(["bomb.png"], ["data:,"], ["red"])
     assert '"pictures": ["data:,"]' in labeling and "This picture cannot be shown." in labeling
 
 

@@ -11,6 +11,7 @@ import torch
 import fastsuncet
 from fastsuncet import cli
 from fastsuncet.commands.labeling_page import labeling_page
+from fastsuncet.commands.prediction_page import thumbnail
 from fastsuncet.commands.suggest import suggestions
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.suggestions import typical
@@ -38,8 +39,8 @@ def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path, browser):
     for i in range(3):
         write_image(tmp_path / f"{i}.png", 60, 40)
     guesses = [{"dog": 0.61, "cat": 0.394}, {"cat": 1.0, "dog": 0.0}, {"dog": 0.5, "cat": 0.5}]
-    paths = [tmp_path / f"{i}.png" for i in range(3)]
-    (tmp_path / "next.html").write_text(labeling_page(names, paths, ["cat", "dog"], guesses))
+    pictures = [thumbnail(tmp_path / f"{i}.png") for i in range(3)]
+    (tmp_path / "next.html").write_text(labeling_page(names, pictures, ["cat", "dog"], guesses))
 
     browser.window(800)
 
@@ -101,7 +102,7 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, capsys):
 
 
 @pytest.mark.slow
-def test_suggest_names_images_that_have_no_file(tmp_path):
+def test_suggest_names_and_shows_images_that_have_no_file(tmp_path):
     made = ("kind=synthetic", "root=null", "synthetic.images=20", "synthetic.size=8", "split.kind=bernoulli")
     save_run(
         tmp_path / "run",
@@ -110,7 +111,9 @@ def test_suggest_names_images_that_have_no_file(tmp_path):
         "data.split.fraction=0.1",
         "data.split.sha256=null",
     )
-    assert len(set(fastsuncet.suggest(tmp_path / "run", 2))) == 2
+    found = suggestions(tmp_path / "run", 2, page=True)
+    assert len(set(found.names)) == 2 and all(len(picture) > 100 for picture in found.pictures)
+    assert fastsuncet.suggest(tmp_path / "run", 2) == found.names
 
 
 @pytest.mark.slow
