@@ -219,10 +219,19 @@ def wait_for(process: multiprocessing.Process, *files: Path) -> None:
         time.sleep(0.05)
 
 
-def test_start_ranks_returns_137_where_a_rank_was_killed(tmp_path):
-    """The other one waits in a collective until the agent ends it by SIGTERM."""
-    program = "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
-    assert exit_code(started_job(tmp_path, program), tmp_path) == 137
+def test_start_ranks_returns_the_code_of_the_rank_that_failed_first(tmp_path):
+    cases = {
+        # Both at the same moment: 1 is what a rank returns whose connection to another broke.
+        3: ("open('lost', 'w'); sys.exit(3)", "while not os.path.exists('lost'): pass\nsys.exit(1)"),
+        # The other one waits in a collective until the agent ends it by SIGTERM.
+        137: ("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(60)"),
+    }
+    jobs = {
+        code: started_job(tmp_path / str(code), f"if os.environ['RANK'] == '1': {first}\n{other}")
+        for code, (first, other) in cases.items()
+    }
+    for code, process in jobs.items():
+        assert exit_code(process, tmp_path / str(code)) == code
 
 
 PREEMPTED, DONE, FAILED = (f'{{"exit_code": {code}}}' for code in (75, 0, 5))
