@@ -10,15 +10,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pipelines.data_errors import BadImage, DataError
-from pipelines.datasets.image_headers import Progress, file_stamps, in_threads, read_headers, read_rgb
-from pipelines.datasets.shards import Shards
 from pipelines.datasets.string_table import Names
 from pipelines.output import counted, first_five
+
+if TYPE_CHECKING:
+    from pipelines.datasets.image_headers import Progress
+    from pipelines.datasets.shards import Shards
 
 _LARGE = 25_000_000  # pixels of an image that a note names: 75 MB decoded
 
@@ -53,7 +55,7 @@ class ImageIndex:
     bad: Mapping[int, str] = field(default_factory=dict)  # number -> why the image cannot be used
     # int8 (N, classes), for images that show several: 1 the class is there, -1 it is not, 0 difficult, not counted.
     presence: np.ndarray | None = None
-    pack: Shards | None = None  # where the content of the files is read from instead
+    pack: "Shards | None" = None  # where the content of the files is read from instead
     upright: bool = False  # whether images are turned as their EXIF tag says, or read as stored
     changed: tuple[int, ...] = ()  # images whose files were written again after the index was made
     folders: FolderTimes | None = None  # of an index of all images below the root
@@ -109,6 +111,8 @@ class ImageIndex:
         """Return the image as it is read, (H, W, 3) uint8. Raises RuntimeError when it cannot be decoded."""
         if self.pixels is not None:
             return self.pixels[i]
+        from pipelines.datasets.image_headers import read_rgb  # and with it PIL's parsers
+
         return read_rgb(self.content(i), upright=self.upright)
 
     def length_now(self, i: int) -> int | None:
@@ -146,11 +150,13 @@ class ImageIndex:
         lengths[list(self.bad)] = 0
         return lengths
 
-    def note_on_copies(self, progress: Progress | None = None) -> list[str]:
+    def note_on_copies(self, progress: "Progress | None" = None) -> list[str]:
         """Return a sentence on the labeled images with the content of an earlier one, or none.
 
         A file is read only if another one has as many bytes.
         """
+        from pipelines.datasets.image_headers import in_threads
+
         known = np.setdiff1d(np.flatnonzero(self.labels >= 0), list(self.bad), assume_unique=True)
         _, same, counts = np.unique(self._lengths()[known], return_inverse=True, return_counts=True)
         alike = known[counts[same] > 1].tolist()
@@ -240,6 +246,8 @@ class ImageIndex:
         """
         if self.root is None or self.stamps is None:
             return self
+        from pipelines.datasets.image_headers import file_stamps, read_headers
+
         rows = np.arange(len(self)) if rows is None else rows
         before, now = self.stamps[rows], file_stamps(self.root, [self.name(i) for i in rows.tolist()])
         gone = rows[(now[:, 0] < 0) & (before[:, 0] >= 0)].tolist()

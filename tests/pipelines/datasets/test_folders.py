@@ -149,7 +149,7 @@ def scanned(tmp_path):
 def test_look_again_compares_folders_and_a_sample_where_nothing_moved(scanned, monkeypatch):
     """And all files where one of the sample differs."""
     stamps = mock.Mock(wraps=image_headers.file_stamps)
-    monkeypatch.setattr("pipelines.datasets.index.file_stamps", stamps)
+    monkeypatch.setattr(image_headers, "file_stamps", stamps)
     monkeypatch.setattr(folders, "_listed", None)
     monkeypatch.setattr(folders, "SAMPLE", 2)
     assert look_again(scanned) == (scanned, 0) and len(stamps.call_args.args[1]) == 2

@@ -206,7 +206,7 @@ def test_load_index_reads_only_changed_files_again(index, kept, folder, monkeypa
         read.extend(names)
         return read_headers(root, names, **how)
 
-    monkeypatch.setattr("pipelines.datasets.index.read_headers", watched)
+    monkeypatch.setattr("pipelines.datasets.image_headers.read_headers", watched)
     loaded = load_index(kept).refreshed()
     assert read == ["cat/b.png", "dog/a.jpg"]
     assert loaded.sizes.tolist() == [[6, 8], [30, 20], [0, 0], [6, 11]]
