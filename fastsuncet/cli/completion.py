@@ -42,8 +42,13 @@ def script() -> str:
     from fastsuncet.config.shipped import shipped
 
     configs, keys = list(shipped()), [f"{key}=" for key in CONFIG.values]
-    offered = {"words": configs + keys, "overrides": keys, "where": configs, "name": configs}
-    offered["key"] = list(CONFIG.values)
+    offered = {
+        "words": configs + keys,
+        "overrides": keys,
+        "where": configs,
+        "name": configs,
+        "key": [*CONFIG.values],
+    }
     cases: list[tuple[str, list[str]]] = []
     for name in COMMANDS:
         words = []

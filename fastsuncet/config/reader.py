@@ -72,7 +72,9 @@ class Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers: ClassVar[dict] = _Loader.yaml_implicit_resolvers
 
 
-Dumper.add_representer(list, lambda d, items: d.represent_sequence(f"{CORE}seq", items, flow_style=True))
+Dumper.add_representer(
+    list, lambda dumper, value: dumper.represent_sequence(f"{CORE}seq", value, flow_style=True)
+)
 
 
 def as_yaml(value: Any) -> str:

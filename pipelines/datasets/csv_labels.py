@@ -148,10 +148,12 @@ def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[in
                 if not name and not any(more):
                     continue
                 if len(more) != 1:
-                    quote = ": quote a name that has the separator in it, or add a missing line break"
-                    wrong.append(
-                        (line, f"{1 + len(more)} columns instead of file,label{quote if more else ''}")
+                    fix = (
+                        ": quote a name that has the separator in it, or add a missing line break"
+                        if more
+                        else ""
                     )
+                    wrong.append((line, f"{1 + len(more)} columns instead of file,label{fix}"))
                 elif not name or not label:
                     missing = "label" if name else "file name"
                     wrong.append((line, f"no {missing}: write one, or remove the line"))

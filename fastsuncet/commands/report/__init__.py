@@ -144,8 +144,8 @@ def _saved_section(panels: list[Panel], found: list[Saving], named_baseline: boo
         if panel.baseline is None and len(panel.groups) > 1:
             lines += [f"{panel.measurement}: {why}.", ""]
     if len(lines) == 2:
-        nothing = (
-            "Nothing to compare: this takes a baseline and a method of the same images, evaluated alike."
-        )
-        lines += [nothing, ""]
+        lines += [
+            "Nothing to compare: this takes a baseline and a method of the same images, evaluated alike.",
+            "",
+        ]
     return lines

@@ -163,13 +163,15 @@ def runs_named(runs: Sequence[Run], patterns: Sequence[str]) -> list[Run]:
     return [run for run in runs if not patterns or any(fnmatchcase(run.name, each) for each in patterns)]
 
 
-def runs_of_task(runs: Sequence[Run], task: str | None, environ: Mapping[str, str]) -> tuple[list[Run], str]:
+def runs_of_task(
+    runs: Sequence[Run], task: str | None, environment: Mapping[str, str]
+) -> tuple[list[Run], str]:
     """Return the runs of this task, and the task in words (empty where all runs are its own).
 
     `task` is "I/N": every N-th run from the I-th on. Without it, task T of a Slurm array does run T alone, whichever
     part of the array was submitted, so that a task submitted again is the same run again. Raises ConfigError.
     """
-    number = environ.get("SLURM_ARRAY_TASK_ID")
+    number = environment.get("SLURM_ARRAY_TASK_ID")
     if task is None and number is None:
         return list(runs), ""
     share = task or f"{number}/{len(runs)}"

@@ -233,9 +233,18 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
             yield images, targets
 
     def train_step(self, batch: Iterator[tuple[Tensor, Tensor]], lr: float) -> Tensor:
-        passes, clip = self.config.finetune.accumulate, math.inf if self.start is None else CLIP
-        model, optimizer = self.network, self.optimizer
-        return finetune_step(model, optimizer, self.scaler, self.autocast, self.loss, batch, passes, lr, clip)
+        passes = self.config.finetune.accumulate
+        return finetune_step(
+            self.network,
+            self.optimizer,
+            self.scaler,
+            self.autocast,
+            self.loss,
+            batch,
+            passes,
+            lr,
+            clip=math.inf if self.start is None else CLIP,
+        )
 
     def averaged(self) -> list[Tensor]:
         """Return the weights and the BatchNorm statistics of the network."""
