@@ -67,7 +67,8 @@ def run(parser: Parser, options: Options) -> None:
 def _page(parser: Parser, options: Options) -> None:
     if not options.runs:
         parser.error(f"which run? For example: {parser.prog} --page runs/cifar10_suncet")
-    taken = [name for name in ("baseline", "metric", "paper", "lengths") if getattr(options, name)]
+    of_comparisons = ("baseline", "metric", "paper", "lengths")
+    taken = [name for name in of_comparisons if getattr(options, name) not in (None, [], False)]
     if taken := [*taken, *(["output"] if str(options.output) != "report" else [])]:
         parser.error(
             f"--page writes page.html into each run's folder; --{taken[0]} belongs to a comparison of runs"
