@@ -231,16 +231,19 @@ def _write_shards(index: ImageIndex, part: Path, progress: Progress | None) -> t
             found = scan_shard(path).members
         if np.array_equal(found["length"], lengths[numbers]):
             before += len(numbers)
+            if progress is not None:
+                progress(int(numbers[-1]) + 1, len(index))
         else:
-            _write_shard(index, path, numbers, progress)
-            found = scan_shard(path).members
+            found = _write_shard(index, path, numbers, progress)
         found["shard"] = shard
         members[numbers] = found
         paths.append(path)
     return before, Shards(paths, np.array([(path.stat().st_size, -1) for path in paths], np.int64), members)
 
 
-def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray, progress: Progress | None) -> None:
+def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray, progress: Progress | None) -> np.ndarray:
+    """Write the shard of the images `numbers`; return where they lie in it, MEMBER (n,) with `shard` 0."""
+    members = []
     with (
         ThreadPoolExecutor(THREADS) as readers,
         atomic_files.replacing(path) as stream,
@@ -256,11 +259,14 @@ def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray, progress: P
             block = numbers[first : first + BLOCK].tolist()
             for number, content in zip(block, readers.map(partial(_content, index), block)):
                 suffix = os.path.splitext(index.name(number))[1].lower()
-                add(f"{number:08d}{suffix}", content, CHECKSUM.format(f"{zlib.crc32(content):08x}"))
+                crc32 = zlib.crc32(content)
+                members.append((0, tar.offset + tarfile.BLOCKSIZE, len(content), crc32))  # behind its header
+                add(f"{number:08d}{suffix}", content, CHECKSUM.format(f"{crc32:08x}"))
                 if index.labels[number] >= 0:
                     add(f"{number:08d}.cls", str(index.labels[number]).encode())
             if progress is not None:
                 progress(block[-1] + 1, len(index))
+    return np.array(members, MEMBER)
 
 
 def _content(index: ImageIndex, number: int) -> bytes:
