@@ -26,9 +26,9 @@ from pipelines.data_errors import CannotWrite, DataError
 from pipelines.datasets.image_headers import THREADS, Progress, image_size, read_sizes, stamp
 from pipelines.datasets.index import ImageIndex, class_numbers
 from pipelines.datasets.index_file import load_index, load_own_index, save_index
-from pipelines.datasets.shards import CHECKSUM, MEMBER, Shards, require_inside, scan_shard
+from pipelines.datasets.shards import CHECKSUM, MEMBER, Scan, Shards, require_inside, scan_shard
 from pipelines.datasets.string_table import Names
-from pipelines.output import say_line
+from pipelines.output import say_line, show_progress
 
 INDEX = "index.npz"
 SHARD_BYTES = 1 << 30  # what a kill costs at most; ImageNet makes 142 shards
@@ -109,8 +109,11 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
     root = Path(os.path.commonpath([path.parent for path in paths]))
     require_inside(paths, root)
     stamps = np.array([stamp(path.stat()) for path in paths], np.int64)
+    scans: list[Scan] = []
     with ThreadPoolExecutor(THREADS) as pool:
-        scans = list(pool.map(scan_shard, paths))
+        for scan in pool.map(scan_shard, paths):
+            scans.append(scan)
+            show_progress(f"shards in {root}", len(scans), len(paths))
     left_out = [f"{path.name}/{name}" for path, scan in zip(paths, scans) for name in scan.left_out]
     if left_out:
         say_line(
@@ -130,7 +133,7 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
         except ValueError:  # the header is longer than that, or there is none
             return image_size(pack.read(i), upright=upright)
 
-    sizes, bad = read_sizes(size_of, len(members))
+    sizes, bad = read_sizes(size_of, len(members), partial(show_progress, f"images in shards in {root}"))
     # Names in bytes, shard by shard: as strings, those of ImageNet would be 300 MB.
     names = [
         Names.of(f"{path.relative_to(root)}/{name}" for name in scan.names).lines

@@ -93,13 +93,16 @@ def test_a_pack_holds_the_index_and_every_byte(index, pack):
     assert sorted(os.listdir(pack)) == [*sorted(contents(pack)), INDEX]
 
 
-def test_a_pack_can_be_read_by_other_programs(index, pack):
+def test_a_pack_can_be_read_by_other_programs(index, pack, monkeypatch):
     """Its shards are WebDataset's: KEY.jpg and KEY.cls side by side, which also load without the index."""
     with tarfile.open(pack / "000000.tar") as tar:
         assert tar.getnames()[:4] == ["00000000.jpg", "00000000.cls", "00000001.jpg", "00000001.cls"]
         assert tar.extractfile("00000001.jpg").read() == index.path(1).read_bytes()
     (pack / INDEX).unlink()
+    shown, shards = [], len(list(pack.glob("*.tar")))
+    monkeypatch.setattr(module, "show_progress", lambda what, *count: shown.append(count))
     foreign = open_pack(pack)
+    assert (shards, shards) in shown and shown[-1] == (len(index), len(index))
     assert foreign.labels.tolist() == index.labels.tolist()
     assert foreign.sizes.tolist() == index.sizes.tolist()
     assert foreign.name(1) == "000000.tar/00000001.jpg" and foreign.damage(1) is None
