@@ -46,6 +46,14 @@ def csv_table(rows: Sequence[Sequence[Any]]) -> bytes:
     return text.getvalue().encode(errors="surrogateescape")  # names of files and folders are bytes
 
 
+def duration(seconds: float) -> str:
+    """Return "0.21 s", "48 s", "21 min", "2 h 05 min"."""
+    if seconds < 90:
+        return f"{seconds:.2g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
+
+
 def span(least: int, most: int) -> str:
     """Return "3 to 2,000", or "5" where both are 5."""
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"

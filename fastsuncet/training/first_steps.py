@@ -5,6 +5,7 @@ import time
 from fastsuncet.models.flops import run_macs
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.trainer import Trainer, require_finite_weights, within_memory
+from pipelines.output import duration
 
 TIMED = 2  # steps
 
@@ -38,10 +39,9 @@ def first_steps(trainer: Trainer[Pretraining]) -> str:
     losses = (f"{name} {loss:.4f}" for name, loss in zip(task.terms, sums.mean(0).tolist()) if name != "none")
     kind = "memory of the GPU" if task.place.device.type == "cuda" else "resident memory"
     # By FLOPs: an update without labels costs less than these.
-    hours = later / 3600 * run_macs(task.config, task.arithmetic) / task.cost(0)[1]
-    length = f"{hours:,.3g} hours" if hours >= 1 else f"{60 * hours:.2g} minutes"
+    whole = later * run_macs(task.config, task.arithmetic) / task.cost(0)[1]
     return (
         f"dry run: the first step took {seconds:.2f} s ({wait:.2f} s of it waiting for images) and at most "
         f"{memory / 1e9:.3g} GB of {kind} on a process; {', '.join(losses)}. Later steps take {later:.3g} s, so that "
-        f"the run takes about {length} without its evaluations. Nothing was saved"
+        f"the run takes about {duration(whole)} without its evaluations. Nothing was saved"
     )

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pipelines.output import say_line
+from pipelines.output import duration, say_line
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,8 @@ def test_process_goes_on_without_its_standard_output(lost):
     os.close(output)
     assert done.returncode == 0
     assert lost == "both" or done.stderr.count("the output cannot be written any more") == 1
+
+
+def test_duration_has_two_digits_or_whole_minutes():
+    shown = ["0.21 s", "89 s", "2 min", "1 h 00 min", "2 h 05 min", "1,000 h 00 min"]
+    assert [duration(seconds) for seconds in (0.2149, 89.4, 90, 3599, 7500, 3.6e6)] == shown

@@ -18,7 +18,7 @@ from fastsuncet.paths import typed_path
 from pipelines import atomic_files
 from pipelines.datasets.folders import existing_folder
 from pipelines.datasets.index_file import save_index
-from pipelines.output import say_line
+from pipelines.output import duration, say_line
 
 
 def init(folder: Path, labels: Path | None, hours: float, weights: str | None, output: Path) -> None:
@@ -47,7 +47,7 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     say_line(
         f"{'method':<9}{plan.method}, {values['model.name']}, {start}, {values['data.augmentation.size']} pixels"
     )
-    say_line(f"{'length':<9}{plan.updates:,} updates, about {plan.hours:.2g} hours here")
+    say_line(f"{'length':<9}{plan.updates:,} updates, about {duration(3600 * plan.hours)} here")
     for note in plan.notes:
         say_line(f"{'note':<9}{note}")
     say_line(f"{'wrote':<9}{output}, {text.count(chr(10))} lines, with reasons")

@@ -38,7 +38,7 @@ from fastsuncet.metrics.results import read_results, tuning_of
 from fastsuncet.training import methods
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
-from pipelines.output import say_line
+from pipelines.output import duration, say_line
 
 NAME, VIEWS = "page.html", "views.png"  # in the run's folder
 PICTURE_BYTES = 16 << 20
@@ -178,11 +178,7 @@ def _now(train: list[Json], knn: list[Json], meta: Json) -> list[tuple[str, Any]
 
 
 def _duration(seconds: float | None) -> str | None:
-    """Return hours and minutes, or seconds of a short time."""
-    if seconds is None or not math.isfinite(seconds):
-        return None
-    minutes = round(seconds / 60)
-    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+    return None if seconds is None or not math.isfinite(seconds) else duration(seconds)
 
 
 def _curves(config: Config, train: list[Json], knn: list[Json]) -> str:
