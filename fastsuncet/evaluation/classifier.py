@@ -271,7 +271,7 @@ def run_classifier(
     say_line(f"fitting      a classifier to {len(chosen):,} labels")
     module = encoder.module.to(place.device)
     try:
-        features = outputs(module, index, chosen, config, place, view=encoder.view)
+        features = outputs(module, index, chosen, config, place, view=encoder.view, what="labeled images")
     except BadImage:
         if not skip_bad:
             raise

@@ -84,7 +84,7 @@ def cross_validated(
     """
     chosen, count = supports(images, config), len(images.train.classes)
     counts = labels_per_class(images, chosen)
-    features = outputs(network, images.train, chosen, config, place)
+    features = outputs(network, images.train, chosen, config, place, what="labeled images")
     require_finite(features)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     setting: dict[str, float] = {"folds": FOLDS, "repeats": REPEATS}

@@ -66,6 +66,7 @@ def embed_views(
     place: Place,
     *,
     batch: int = 256,
+    what: str | None = None,
 ) -> Tensor:
     """Return the network's output for V random views of each image, (N, V, E): resized crops and flips (appendix G).
 
@@ -73,7 +74,8 @@ def embed_views(
     the same on any number of ranks and for every checkpoint. Otherwise as `outputs`.
     """
     crop = config.data.augmentation.uncolored
-    return _forward(network, index, indices, (crop,) * views, config, place, max(1, batch // views))
+    several = (crop,) * views
+    return _forward(network, index, indices, several, config, place, max(1, batch // views), what=what)
 
 
 @torch.no_grad()

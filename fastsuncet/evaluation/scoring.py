@@ -66,7 +66,8 @@ def examples(
     truth = true_labels(images, place)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     if crops:
-        features = embed_views(network, images.train, chosen, crops, config, place).flatten(0, 1)
+        shown = "crops of labeled images"
+        features = embed_views(network, images.train, chosen, crops, config, place, what=shown).flatten(0, 1)
         labels = labels.repeat_interleave(crops)
     else:
         features = outputs(network, images.train, chosen, config, place, what="labeled images")
@@ -143,7 +144,8 @@ def accuracy(network: nn.Module, images: Images, config: Config, place: Place) -
     DataError where C is not the number of classes.
     """
     truth, classes = true_labels(images, place), len(images.train.classes)
-    scores = outputs(network, images.validation, np.arange(len(truth)), config, place)
+    everything = np.arange(len(truth))
+    scores = outputs(network, images.validation, everything, config, place, what="validation images")
     if scores.shape[1] != classes:
         raise DataError(
             f"the classifier has {scores.shape[1]:,} classes and the images have {classes:,}: it was trained on other "
