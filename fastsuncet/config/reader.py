@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,12 +190,18 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+@lru_cache(maxsize=64)
+def _node(text: str, file: str) -> yaml.Node | None:
+    """Compose the graph of `text`. Kept, because a sweep reads the same files for each of its command lines."""
+    loader = _Loader(text)
+    loader.name = file
+    return loader.get_single_node()
+
+
 def parse(text: str, file: str, schema: Schema = CONFIG, key: str = "") -> Document:
     """Return the document that `text` is, or the value of a dotted key. Raises ConfigErrors for what is not read."""
     try:
-        loader = _Loader(text)
-        loader.name = file
-        node = loader.get_single_node()
+        node = _node(text, file)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         why = f"not valid YAML: the character U+{error.character:04X} is not allowed in it"
