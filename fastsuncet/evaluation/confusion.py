@@ -93,7 +93,10 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
         warnings.simplefilter("always")
         figure.savefig(stream, format="png", dpi=150)
     if any("missing from font" in str(each.message) for each in found):
-        say_line("note     names have letters that matplotlib has no font for: they are boxes in the picture")
+        say_line(
+            "note     names have letters that matplotlib's fonts lack: they are boxes in the picture. The line "
+            "`font.sans-serif: NAME` in a file `matplotlibrc` of this folder chooses an installed font"
+        )
     return stream.getvalue()
 
 
