@@ -514,7 +514,7 @@ def show_arms(path: Path) -> list[str]:
             center, half = points.interval(less)
             word = "better" if center - half > 0 else "worse" if center + half < 0 else "undecided"
             cells.append(f"{plus_minus(less)}, {word}")
-        rows.append([images, labels, f"{sum(base.values()) / len(base):.2f}", *cells])
+        rows.append([images, labels, f"{mean(base.values()):.2f}", *cells])
     return [table(("images", "labels", f"{first}, %", *(f"{arm}, less {first}" for arm in others)), rows)]
 
 
