@@ -28,7 +28,7 @@ def bindings(name: str) -> ModuleType:
         return importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
         raise KernelError(
-            f"no Python bindings of NVIDIA's libraries (pip install 'cuda-bindings>=12.8'): {error}"
+            f"no Python bindings of NVIDIA's libraries (pip install 'cuda-bindings>=12.9.1'): {error}"
         ) from error
 
 

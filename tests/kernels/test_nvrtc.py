@@ -128,7 +128,7 @@ def test_unavailable_without_bindings_names_the_package(monkeypatch, fresh_bindi
 
     monkeypatch.setattr(cuda_compiler.importlib, "import_module", absent)
     reason = cuda_compiler.unavailable()
-    assert "pip install 'cuda-bindings>=12.8'" in reason and "cuda.bindings.nvrtc" in reason
+    assert "pip install 'cuda-bindings>=12.9.1'" in reason and "cuda.bindings.nvrtc" in reason
 
 
 def test_unavailable_without_the_library_gives_the_bindings_reason(monkeypatch, fresh_bindings):
