@@ -256,7 +256,7 @@ def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos
 
 @pytest.mark.parametrize(("room", "passes"), [(3600, 5), (0, 1)])
 def test_machine_times_a_step(monkeypatch, room, passes):
-    monkeypatch.setattr(survey.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(survey, "pick_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(survey, "STEP_SECONDS", room)
     monkeypatch.setattr(survey, "build_model", lambda name: build_model("resnet_tiny"))
     began = mock.Mock(side_effect=torch.autocast)
@@ -264,6 +264,13 @@ def test_machine_times_a_step(monkeypatch, room, passes):
     found = survey.machine()
     assert began.call_count == passes
     assert found.device == "cpu" and 1e8 < found.macs_per_second < 1e14 and found.memory > 1e9
+
+
+def test_machine_whose_gpu_torch_cannot_use_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # of a driver that is too old
+    with pytest.raises(ConfigError, match="update the driver"):
+        survey.machine()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 
 from fastsuncet.commands.init.rules import FEW_IMAGES, Machine, Survey, Weights
 from fastsuncet.config.schema import TIMM
+from fastsuncet.distributed.place import pick_device
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models import timm_backbone
@@ -139,8 +140,10 @@ def _first_bad(index: ImageIndex) -> str:
 def machine() -> Machine:
     """Return the GPUs of this machine or its CPU, with the speed of one timed step of a ResNet-18.
 
-    Says where other processes make the step, and so the predicted hours, slow.
+    Says where other processes make the step, and so the predicted hours, slow. Raises ConfigError for a GPU that torch
+    cannot use: a run would be refused too.
     """
+    device = pick_device("auto", 0)
     try:
         load = os.getloadavg()[0]  # of all cores, also where this process can use only some of them
     except OSError:  # there is no /proc
@@ -150,10 +153,10 @@ def machine() -> Machine:
             f"{'note':<9}the timed step is slow: {load:.0f} processes are running on {count} cores. The hours below "
             "are those of a machine as busy as now"
         )
-    if not torch.cuda.is_available():
+    if device.type == "cpu":
         speed = _timed_step("cpu", 64, 16)
         return Machine("cpu", f"CPU, {cores()} cores", 1, atomic_files.MEMORY, cores(), speed)
-    card = torch.cuda.get_device_properties(0)
+    card = torch.cuda.get_device_properties(device)
     speed = _timed_step("cuda", 224, 128)
     return Machine("cuda", card.name, torch.cuda.device_count(), card.total_memory, cores(), speed)
 
