@@ -3,6 +3,9 @@
 Each rank counts the points that its training loop passes. A thread posts the count to the store of the process group
 every few seconds; the step itself communicates nothing. All ranks pass the same points in the same order. So in a hang
 the others wait for the rank with the lowest count, or for one that posts no longer.
+
+A rank that an error ends posts that too. gloo ends the others with it, but on a GPU a collective of NCCL waits on, and
+the host with it, once the queue of launches is full.
 """
 
 import json
@@ -19,28 +22,32 @@ from typing_extensions import Self
 
 from fastsuncet.distributed.collectives import rank, world_size
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import HungError
+from fastsuncet.errors import FastSuncetError, HungError, NumericalError, Preempted
+from pipelines.output import Say
 
 SHOWN = 4  # ranks named in a message, at most
 RECORD = 10.0  # seconds
+ENDED = "has ended"  # the last point of a rank that left with an error
 
 
 class Heartbeat:
     """`with Heartbeat(...) as heart:`, and `heart.at(step, "reads images")` at each point, on every rank.
 
-    After `timeout` seconds without a new point, `end(message)` is called on every rank; it must end the process,
-    because the main thread waits in a collective and cannot. Before that, one rank says what it waits for, after a
-    minute and then at doubling intervals. A single process has no thread, and nothing is watched.
+    After `timeout` seconds without a new point, `end(error)` is called on every rank; it must end the process, because
+    the main thread waits in a collective and cannot. The error has a text on one rank. Before that, this rank says what
+    it waits for, after a minute and then at doubling intervals. Where a rank has ended with an error, `end` is called
+    after half a minute. A single process has no thread, and nothing is watched.
     """
 
     period = 5.0  # seconds between two posts
 
-    def __init__(
-        self, timeout: float, signals: SignalFlag, say: Callable[[str], None], end: Callable[[str], None]
-    ):
+    def __init__(self, timeout: float, signals: SignalFlag, say: Say, end: Callable[[FastSuncetError], None]):
         self.timeout, self.signals, self.say, self.end = timeout, signals, say, end
         self.rank, self.ranks = rank(), world_size()
+        # These hold the store, not rank 0.
+        self.agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.store: Store | None = None  # until the thread has connected to it
+        self.gone = ""  # the rank that was found to have ended with an error
         self.position = (0, 0, "starts")  # points passed, updates done, the last point
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
@@ -55,10 +62,14 @@ class Heartbeat:
             self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(2 * self.period)  # not longer: the store can be gone
+            # All ranks raise these two together, and fits of a grid go on after the second.
+            if kind is not None and not issubclass(kind, (Preempted, NumericalError)):
+                self.at(self.position[1], ENDED)
+                self._exchange_in_time({}, time.monotonic(), False)
 
     def _watch(self) -> None:
         position, since, warned, posts = None, 0.0, 0.0, {}
@@ -74,24 +85,23 @@ class Heartbeat:
             waited, asked = now - since, self.signals.requested
             # After a stop signal, a scheduler waits only a short time for the save.
             first = min(10 if asked else 60, self.timeout / 3)
-            # In a thread: where the process that holds the store is stopped, the exchange does not return.
             if not exchange.is_alive():
-                exchange = threading.Thread(
-                    target=self._exchange, args=(posts, now, waited > first / 2), daemon=True
-                )
-                exchange.start()
-                exchange.join(self.period)
+                exchange = self._exchange_in_time(posts, now, waited > first / 2)
             if exchange.is_alive():
-                agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-                holder, silent = ("torchrun's agent" if agents else "rank 0"), {0}
+                holder, silent = ("torchrun's agent" if self.agents else "rank 0"), {0}
                 text = f"waiting for {holder} (its process, through which ranks meet, does not answer)"
             else:
                 silent, text = self._waiting_for(posts, now)
+            if self.gone and waited > first / 2:
+                text = f"{self.gone} has ended, and this one with it; its message has the reason"
+                self.end(FastSuncetError(text))
+                return
             speaks = self.rank == min((r for r in range(self.ranks) if r not in silent), default=self.rank)
             # The others end later: the one that speaks would see their connections break first.
             if waited > self.timeout + (0 if speaks else 3 * self.period):
                 saved = "Nothing was saved since the newest checkpoint; the same command continues from it"
-                self.end(f"no step for {waited:,.0f} s (meta.timeout): {text}. {saved}" if speaks else "")
+                message = f"no step for {waited:,.0f} s (meta.timeout): {text}. {saved}"
+                self.end(HungError(message if speaks else ""))
                 return
             if waited > max(first, 2 * warned):
                 warned = waited
@@ -101,10 +111,17 @@ class Heartbeat:
                     ending = f"meta.timeout ends the job after {self.timeout:,.0f} s"
                     self.say(f"no step for {waited:,.0f} s, {text}; {stop}{ending}")
 
+    def _exchange_in_time(self, *given: object) -> threading.Thread:
+        """Start `_exchange` and wait for a period: where the process that holds the store is stopped, it hangs."""
+        exchange = threading.Thread(target=self._exchange, args=given, daemon=True)
+        exchange.start()
+        exchange.join(self.period)
+        return exchange
+
     def _exchange(self, posts: dict[int, tuple[bytes, float]], now: float, read: bool) -> None:
         """Post where this rank is; with `read`, add to `posts` where each rank is and when it last posted anew.
 
-        `posts` is empty afterwards if the process that holds the store has ended.
+        `posts` is empty afterwards if the process that holds the store has ended. Sets `gone`.
         """
         if self.store is None:
             return
@@ -118,8 +135,11 @@ class Heartbeat:
                 post = self.store.get(key) if self.store.check([key]) else b""
                 if number not in posts or posts[number][0] != post:
                     posts[number] = (post, now)
+                if ENDED.encode() in post:
+                    self.gone = f"rank {number}"
         except RuntimeError:
             posts.clear()
+            self.gone = "" if self.agents else "rank 0"
 
     def _waiting_for(self, posts: dict[int, tuple[bytes, float]], now: float) -> tuple[set[int], str]:
         """Return the ranks that post no longer, and a text that names those that the others wait for."""
@@ -151,16 +171,16 @@ def _own_connection(store: Store) -> Store:
     return TCPStore(store.host, store.port, wait_for_workers=False) if isinstance(store, TCPStore) else store
 
 
-def end_hung(message: str, record: Callable[[], None]) -> None:
-    """End the process with the exit code of HungError; the main thread waits in a collective and cannot.
+def end_hung(error: FastSuncetError, record: Callable[[], object]) -> None:
+    """Print an error and end the process with its exit code; the main thread waits in a collective and cannot.
 
     `record` keeps the reason on the disk. It has RECORD seconds, because the disk can be what hangs.
     """
     try:
-        if message:
-            print(f"[rank {rank()}] error: {message}", file=sys.stderr, flush=True)
+        if str(error):
+            print(f"[rank {rank()}] error: {error}", file=sys.stderr, flush=True)
         recording = threading.Thread(target=record, daemon=True)
         recording.start()
         recording.join(RECORD)
     finally:  # also without a standard error or a further thread
-        os._exit(HungError.exit_code)
+        os._exit(error.exit_code)

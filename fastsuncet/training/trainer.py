@@ -34,7 +34,7 @@ from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.distributed.stop_consensus import StopConsensus
-from fastsuncet.errors import CheckpointError, ConfigError, HungError, NumericalError, Preempted
+from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError, NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval
 from fastsuncet.training.logger import RunLogger
@@ -239,13 +239,10 @@ class Trainer(Generic[Task]):
     def watched(self, signals: SignalFlag) -> Heartbeat:
         """Return a context in which a thread names the rank that the others wait for, and ends ranks that hang."""
 
-        def end(message: str) -> None:
-            def record() -> None:
-                status = RunStatus(self.folder / "status.json", self.place)
-                if status.path.exists():
-                    status.write("failed", self.step, message or "a rank hung", HungError.exit_code)
-
-            end_hung(message, record)
+        def end(error: FastSuncetError) -> None:
+            status = RunStatus(self.folder / "status.json", self.place)
+            how = ("failed", self.step, str(error) or "a rank hung", error.exit_code)
+            end_hung(error, lambda: status.path.exists() and status.write(*how))
 
         say = self.logger.say if self.place.first else say_line
         return Heartbeat(self.task.config.meta.timeout, signals, say, end)

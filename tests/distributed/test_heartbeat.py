@@ -8,6 +8,7 @@ import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed import heartbeat
 from fastsuncet.distributed.heartbeat import Heartbeat
 from fastsuncet.distributed.signals import SignalFlag
+from fastsuncet.errors import HungError
+from pipelines.data_errors import DataError
 from tests.support.ranks import start_forked, started_by_an_agent
 from tests.support.runs import CONFIGS, SMALL, TINY, tiny_config
 
@@ -35,7 +38,7 @@ def hearts(monkeypatch):
     return found
 
 
-def wait_for_end(ended: list[str]) -> None:
+def wait_for_end(ended: list[Exception]) -> None:
     end = time.monotonic() + 30
     while not ended:
         assert time.monotonic() < end
@@ -52,10 +55,10 @@ def test_heartbeat_names_the_rank_that_is_behind_and_where_it_is(hearts):
         wait_for_end(ended)
         assert (said_too, ended_too) == ([], [])  # one speaks
         wait_for_end(ended_too)
-    for text in (said[0], ended[0]):
+    for text in (said[0], str(ended[0])):
         assert "waiting for rank 1 (reads images after step 6, in " in text
         assert "rank 0" not in text
-    assert "no step for 2 s (meta.timeout)" in ended[0] and "same command continues" in ended[0]
+    assert "no step for 2 s (meta.timeout)" in str(ended[0]) and "same command continues" in str(ended[0])
     assert len(ended_too) == 1
 
 
@@ -72,6 +75,16 @@ def test_heartbeat_names_a_rank_that_posts_no_longer(hearts):
 
 
 @pytest.mark.slow
+def test_heartbeat_ends_with_rank_0_where_its_process_held_the_store(hearts, monkeypatch):
+    lost = SimpleNamespace(set=mock.Mock(side_effect=dist.DistNetworkError("Connection reset by peer")))
+    monkeypatch.setattr(heartbeat, "_own_connection", lambda store: lost)
+    one, _, ended = hearts[1]
+    with one:
+        wait_for_end(ended)
+    assert "rank 0 has ended" in str(ended[0]) and ended[0].exit_code == 1
+
+
+@pytest.mark.slow
 def test_heartbeat_names_the_process_that_holds_the_store_and_is_stopped(hearts, monkeypatch):
     answer = threading.Event()
     stopped = SimpleNamespace(set=lambda *_: answer.wait())
@@ -80,7 +93,7 @@ def test_heartbeat_names_the_process_that_holds_the_store_and_is_stopped(hearts,
     with one:
         wait_for_end(ended)
         answer.set()
-    for text in (said[0], ended[0]):
+    for text in (said[0], str(ended[0])):
         assert "waiting for rank 0 (its process, through which ranks meet, does not answer)" in text
 
 
@@ -93,7 +106,7 @@ def test_heartbeat_after_a_signal_says_what_the_stop_waits_for(hearts):
         wait_for_end(ended)
     ending = "SIGTERM: the run stops after that, or meta.timeout ends the job after 2 s"
     assert f"waiting for rank 1 (has not begun); {ending}" in said[0]
-    assert "waiting for rank 1 (has not begun). Nothing was saved" in ended[0]
+    assert "waiting for rank 1 (has not begun). Nothing was saved" in str(ended[0])
 
 
 @pytest.mark.slow
@@ -136,21 +149,23 @@ def test_end_hung_ends_the_process_where_the_disk_hangs_too(monkeypatch, capsys)
     codes, answer = [], threading.Event()
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(heartbeat, "RECORD", 0.1)
-    heartbeat.end_hung("no step", answer.wait)
+    heartbeat.end_hung(HungError("no step"), answer.wait)
     assert codes == [124] and capsys.readouterr().err == "[rank 0] error: no step\n"
     answer.set()
 
 
 # ------------------------------------------------------------------------------------------------- real ranks
-def rank_main(rank: int, folder: str, port: int) -> None:
-    """Train as the command does; rank 1 hangs at step 5."""
+def rank_main(rank: int, folder: str, port: int, error: str) -> None:
+    """Train as the command does; at step 5 rank 1 hangs, or ends with an error while rank 0 waits as for a GPU."""
     started_by_an_agent(rank, port)
     os.dup2(os.open(f"{folder}/output {rank}", os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(1, 2)
     Heartbeat.period, read = 0.5, PairedStream.__call__
 
     def reading(stream, step, supervised=True):
-        if (step, rank) == (5, 1):
+        if step == 5 and error and rank == 1:
+            raise DataError(error)
+        if step == 5 and (error or rank == 1):
             time.sleep(300)
         return read(stream, step, supervised)
 
@@ -160,16 +175,22 @@ def rank_main(rank: int, folder: str, port: int) -> None:
 
 
 @pytest.mark.slow
-def test_hung_rank_ends_the_job_with_124_and_its_name(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "codes", "message"),
+    [
+        ("", [124, 124], "waiting for rank 1 (reads images after step 5, in reading, test_heartbeat.py"),
+        ("a bad image", [1, 3], "rank 1 has ended, and this one with it; its message has the reason"),
+    ],
+)
+def test_rank_that_hangs_or_fails_ends_the_job_with_its_name(tmp_path, error, codes, message):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [start_forked(rank_main, rank, str(tmp_path), store.port) for rank in (0, 1)]
+    ranks = [start_forked(rank_main, rank, str(tmp_path), store.port, error) for rank in (0, 1)]
     for process in ranks:
         process.join(120)
     output = (tmp_path / "output 0").read_text()
-    assert [process.exitcode for process in ranks] == [124, 124], output
-    error = next(line for line in output.splitlines() if line.startswith("[rank 0] error:"))
-    where = "waiting for rank 1 (reads images after step 5, in reading, test_heartbeat.py"
-    assert where in error and "meta.timeout" in error
+    assert [process.exitcode for process in ranks] == codes, output
+    shown = next(line for line in output.splitlines() if line.startswith("[rank 0] error:"))
+    assert message in shown and ("meta.timeout" in shown) == (not error)
     status = json.loads((tiny_config(tmp_path).run_folder / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 124)
-    assert "waiting for rank 1" in status["message"]
+    assert (status["state"], status["exit_code"]) == ("failed", codes[0])
+    assert message in status["message"]
