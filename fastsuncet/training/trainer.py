@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.run_folder import RunStatus, on_rank_0, require_run_folder
+from fastsuncet.checkpoint.run_folder import RunStatus, on_every_rank, on_rank_0, require_run_folder
 from fastsuncet.config import Config
 from fastsuncet.distributed.collectives import gather_json
 from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
@@ -188,7 +188,7 @@ class Trainer(Generic[Task]):
         with (
             within_memory(task),
             closing(task),
-            RunLogger(*settings, evaluated=self.evaluated) as self.logger,
+            on_every_rank(lambda: RunLogger(*settings, evaluated=self.evaluated)) as self.logger,
             self.watched(signals) as self.heart,
         ):
             if self.step == 0 and task.chosen:

@@ -174,7 +174,7 @@ def test_gradient_not_finite_in_fp16_leaves_out_its_update(tmp_path, monkeypatch
     assert moved == [True, False, True]
 
 
-def spoiled_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:
+def spoiled_on_one_rank(rank: int, world_size: int, folder: str) -> list[str]:
     found = []
     for how in (NAN, infinite_gradient):
         with pytest.MonkeyPatch.context() as patch:
@@ -183,13 +183,19 @@ def spoiled_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:
             with pytest.raises(NumericalError) as error:
                 train(tiny_config(Path(folder, str(len(found))), *FOUR))
         found.append(str(error.value).splitlines()[0])
-    return found
+    config = tiny_config(Path(folder, "refused"), *FOUR)
+    if rank == 0:
+        (config.run_folder / "metrics.csv").mkdir(parents=True)  # a table cannot take its place
+    with pytest.raises(CheckpointError) as refused:
+        train(config)
+    return [*found, str(refused.value).removeprefix("rank 0: ")]
 
 
-def test_loss_or_gradient_not_finite_on_one_rank_ends_all(tmp_path):
-    first, second = run_ranks(spoiled_on_rank_1, 2, str(tmp_path))
+def test_loss_gradient_or_metrics_refused_on_one_rank_ends_all(tmp_path):
+    first, second = run_ranks(spoiled_on_one_rank, 2, str(tmp_path))
     assert first == second
     assert first[0].startswith(NO_LOSS.format("suncet", 3, 1)) and first[1].startswith(NO_WEIGHT.format(4))
+    assert first[2].startswith("metrics cannot be written in ")
 
 
 def test_loss_not_finite_on_several_ranks_names_images_of_each():
