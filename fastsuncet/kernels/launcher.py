@@ -72,13 +72,8 @@ def _format(value: Any) -> str:
     raise TypeError(f"a kernel takes tensors, None, int, float and bytes, not {type(value).__name__}")
 
 
-class _Kept(threading.local):
-    # By thread: forward and backward run in different ones, and one must not rewrite what the other is about to launch.
-    def __init__(self) -> None:
-        self.arguments: dict[str, Arguments] = {}
-
-
-_kept = _Kept()
+# By thread: forward and backward run in different ones, and one must not rewrite what the other is about to launch.
+_kept = threading.local()
 
 
 def arguments(kernel: str, *values: Tensor | float | bytes | None) -> Arguments:
@@ -86,12 +81,12 @@ def arguments(kernel: str, *values: Tensor | float | bytes | None) -> Arguments:
 
     A step of a ResNet-50 with BatchNorm over ranks has 371 launches, and new arguments take the host a multiple.
     """
-    kept = _kept.arguments.get(kernel)
-    if kept is None:
-        kept = _kept.arguments[kernel] = Arguments(*values)
+    kept = vars(_kept)
+    if kernel in kept:
+        kept[kernel].rewrite(*values)
     else:
-        kept.rewrite(*values)
-    return kept
+        kept[kernel] = Arguments(*values)
+    return kept[kernel]
 
 
 class Module:
@@ -123,7 +118,7 @@ class Module:
                 self.functions[kernel] = check(self.driver.cuModuleGetFunction(self.module, kernel.encode()))
             # Backward runs in threads of torch. CUDA's runtime binds its context to a thread at its first call; the
             # driver refuses a thread without one, so a backward pass whose first kernel is this one would fail.
-            if kernel not in _kept.arguments and int(check(self.driver.cuCtxGetCurrent())) == 0:
+            if kernel not in vars(_kept) and int(check(self.driver.cuCtxGetCurrent())) == 0:
                 check(self.driver.cuCtxSetCurrent(self.context))
             address = arguments(kernel, *values).address
             status = self.driver.cuLaunchKernel(
