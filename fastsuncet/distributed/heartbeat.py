@@ -36,7 +36,8 @@ class Heartbeat:
     After `timeout` seconds without a new point, `end(error)` is called on every rank; it must end the process, because
     the main thread waits in a collective and cannot. The error has a text on one rank. Before that, this rank says what
     it waits for, after a minute and then at doubling intervals. Where a rank has ended with an error, `end` is called
-    after half a minute. A single process has no thread, and nothing is watched.
+    after half a minute, or after two if it was rank 0 and held the store. A single process has no thread, and nothing
+    is watched.
     """
 
     period = 5.0  # seconds between two posts
@@ -92,7 +93,8 @@ class Heartbeat:
                 text = f"waiting for {holder} (its process, through which ranks meet, does not answer)"
             else:
                 silent, text = self._waiting_for(posts, now)
-            if self.gone and waited > first / 2:
+            # Without posts this rank's connection to the store has broken, perhaps alone: a long save may go on.
+            if self.gone and waited > (first / 2 if posts else 2 * first):
                 text = f"{self.gone} has ended, and this one with it; its message has the reason"
                 self.end(FastSuncetError(text))
                 return
