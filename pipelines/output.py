@@ -22,7 +22,9 @@ def say_line(line: str, stream: TextIO | None = None) -> None:
     if stream is None:  # the process was started without one
         return
     with survive_lost_output(stream):
-        print(printable(line, stream.encoding), file=stream, flush=True)
+        # In one write, where print makes two: trackers say lines from threads, and two would run into each other.
+        stream.write(f"{printable(line, stream.encoding)}\n")
+        stream.flush()
 
 
 def first_five(names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -21,9 +22,12 @@ from pipelines.output import duration, say_line
     ],
 )
 def test_say_line_escapes_control_characters_and_what_the_log_cannot_hold(name, shown):
+    """It is one write: lines of two threads must not run into each other."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    say_line(name, stream)
+    with mock.patch.object(stream, "write", wraps=stream.write) as write:
+        say_line(name, stream)
     assert stream.buffer.getvalue().decode("latin-1") == f"{shown}\n"
+    write.assert_called_once()
 
 
 @pytest.mark.parametrize("lost", ["pipe", "disk", "both"])
