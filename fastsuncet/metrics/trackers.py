@@ -89,7 +89,7 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """One W&B run of `project`, the same over all restarts in `folder`.
+    """One W&B run of `project`, the same over all restarts.
 
     Offline unless WANDB_MODE says otherwise: a project's name in a config that came with the code is not consent to
     send, and a batch job must not wait for a login. `wandb sync` sends the run later.
@@ -107,7 +107,7 @@ class WeightsAndBiases(Tracker):
         self._run = wandb.init(
             project=project,
             name=name,
-            id=_run_id(folder),
+            id=_run_id(folder, name),
             dir=str(folder),
             mode=mode,
             resume="allow",
@@ -138,7 +138,7 @@ class WeightsAndBiases(Tracker):
 
 
 class MLflow(Tracker):
-    """One MLflow run of `experiment`, the same over all restarts in `folder`; a step can then have two values.
+    """One MLflow run of `experiment`, the same over all restarts; a step can then have two values.
 
     A file FOLDER/mlflow.db, and FOLDER/mlflow for artifacts, unless MLFLOW_TRACKING_URI names a server. Lines that it
     did not take, after MLflow's own attempts of some minutes, are counted at the end: the server can come back.
@@ -155,10 +155,20 @@ class MLflow(Tracker):
         self.where = f"MLflow, experiment {experiment}, {uri}"
         self._client, self._metric, self._param = MlflowClient(tracking_uri=uri), Metric, Param
         known = self._client.get_experiment_by_name(experiment)
-        # MLflow's own place for the artifacts of a file is the working directory.
+        # MLflow's own place for the artifacts of a file is the working directory. The file keeps absolute paths, which
+        # lead to the old place of a folder that was moved or copied.
         artifacts = None if server else (folder / "mlflow").as_uri()
+        if known and artifacts and artifacts != known.artifact_location:
+            import sqlite3
+
+            moved = (known.artifact_location, artifacts)
+            with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as file, file:
+                file.execute(
+                    "UPDATE experiments SET artifact_location = replace(artifact_location, ?, ?)", moved
+                )
+                file.execute("UPDATE runs SET artifact_uri = replace(artifact_uri, ?, ?)", moved)
         number = known.experiment_id if known else self._client.create_experiment(experiment, artifacts)
-        mark = _run_id(folder)
+        mark = _run_id(folder, name)
         found = self._client.search_runs([number], f"tags.fastsuncet_folder = '{mark}'", max_results=1)
         tags = {"fastsuncet_folder": mark}
         run = found[0] if found else self._client.create_run(number, tags=tags, run_name=name)
@@ -289,6 +299,12 @@ def require_packages(config: Config) -> None:
             )
 
 
-def _run_id(folder: Path) -> str:
-    """Return 16 hexadecimal digits that are the same at every restart of the run in `folder`."""
-    return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+def _run_id(folder: Path, name: str) -> str:
+    """Return 16 hexadecimal digits of the run `name` in `folder`: the same at every restart, also once it was moved.
+
+    A copy that is continued under another name gets others.
+    """
+    first_place = folder / ".tracked"
+    if not first_place.exists():
+        atomic_files.replace(first_place, os.fsencode(folder.resolve()))
+    return hashlib.sha256(first_place.read_bytes() + name.encode()).hexdigest()[:16]

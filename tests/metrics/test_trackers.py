@@ -1,6 +1,7 @@
 """What the trackers hold of a run: config, numbers, pictures, results. The real packages where they are installed."""
 
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -53,18 +54,22 @@ def run(config, first: int, last: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_tracker_holds_config_numbers_views_and_results_of_a_continued_run(tmp_path, monkeypatch, name):
+    """Also of one whose folder was moved, and nothing is written to its old place."""
     support.package(monkeypatch, name)
-    config = config_of(tmp_path, name)
+    config = config_of(tmp_path, name, f"logging.folder={tmp_path / 'before'}")
     pixels = np.zeros((9, 8, 3), np.uint8)
     with Trackers(config, config.run_folder) as before_the_start:
         before_the_start.tell(lambda tracker: tracker.picture("views", pixels, 0))
     said = run(config, 0, 4)
     assert said[0].startswith("metrics: also to ") and not [line for line in said if "failed" in line]
     # From step 2 on, with another value of a key that is free.
-    changed = config_of(tmp_path, name, "logging.log_every=3")
-    assert not [line for line in run(changed, 2, 3) if "failed" in line]
+    (tmp_path / "before").rename(tmp_path / "after")
+    support.forget(name)
+    config = config_of(tmp_path, name, f"logging.folder={tmp_path / 'after'}", "logging.log_every=3")
+    assert not [line for line in run(config, 2, 3) if "failed" in line]
     send_results(config, [result(config.run_folder, 4, 0.5, tag="labels10-step_00000004")])
 
+    assert not (tmp_path / "before").exists()
     held = support.held[name](config.run_folder)
     hidden = name == "tensorboard"  # the other two keep what a restart undid
     losses = [(1, 1.0), (2, 0.5), (3, 1 / 3)] + ([] if hidden else [(4, 0.25), (3, 1 / 3)])
@@ -95,6 +100,10 @@ def test_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch):
     assert before | {"mode": ""} == after | {"mode": ""}, "the same run, continued"
     Trackers(config, config.run_folder / "finetune" / "labels10").close()
     assert fake.begun[-1]["name"] == f"{before['name']}/finetune/labels10"
+    copy = tmp_path / "runs" / "copy"
+    shutil.copytree(config.run_folder, copy)
+    run(config_of(tmp_path, "wandb", f"logging.folder={copy.parent}", "logging.write_tag=copy"), 2, 3)
+    assert len({begun["id"] for begun in fake.begun}) == 3, "a copy under another name is another run"
 
 
 def test_mlflow_writes_to_a_server_and_reports_what_was_not_sent(tmp_path, monkeypatch):

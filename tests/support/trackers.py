@@ -65,6 +65,11 @@ def wandb(folder: Path) -> Held:
     package = sys.modules["wandb"]
     package.teardown()  # waits for the process that writes
     runs = sorted((folder / "wandb").glob("offline-run-*"))
+    begun = getattr(package, "begun", ())
+    assert (
+        len({each["id"] for each in begun} or {file.name for run in runs for file in run.glob("*.wandb")})
+        == 1
+    )
     records = package.records if isinstance(package, FakeWandb) else chain.from_iterable(map(_records, runs))
     config, numbers, pictures = {}, defaultdict(list), []
     for update, history, media in records:
@@ -75,6 +80,12 @@ def wandb(folder: Path) -> Held:
             if not key.startswith("_") and isinstance(value, (int, float)):
                 numbers[key].append((step, value))
     return {"config": config, "numbers": dict(numbers), "pictures": pictures, "texts": []}
+
+
+def forget(name: str) -> None:
+    """Forget what a package keeps of a run in this process: a run that was moved is continued by another one."""
+    if (kept := sys.modules.get("mlflow.tracking._tracking_service.utils")) and name == "mlflow":
+        kept._artifact_repos_cache.clear()
 
 
 def _records(run: Path):
@@ -153,16 +164,18 @@ class FakeClient:
     """MlflowClient: a param has one value for ever, a call takes 100 of them, a name has few characters."""
 
     def __init__(self, package: FakeMlflow, uri: str):
-        self.package, self.uri = package, uri
-        self.runs = package.stores.get(uri)
+        is_file = uri.startswith("sqlite:///")
+        self.package, self.uri = package, "a file, which can be moved" if is_file else uri
+        self.place = Path(uri.removeprefix("sqlite:///")).with_name("mlflow") if is_file else None
+        self.runs = package.stores.get(self.uri)
 
     def get_experiment_by_name(self, name):
-        return None if self.runs is None else SimpleNamespace(experiment_id=name)
+        location = self.place and self.place.as_uri()
+        return None if self.runs is None else SimpleNamespace(experiment_id=name, artifact_location=location)
 
     def create_experiment(self, name, artifact_location=None):
-        assert (artifact_location is None) == (not self.uri.startswith("sqlite"))
+        assert artifact_location == (self.place and self.place.as_uri())
         self.runs = self.package.stores.setdefault(self.uri, [])
-        self.package.place = Path((artifact_location or "file:///tmp").removeprefix("file://"))
         return name
 
     def search_runs(self, experiments, query="", max_results=1000):
@@ -201,8 +214,8 @@ class FakeClient:
             data.metrics[each.key] = each.value
 
     def log_text(self, number, text, artifact_file):
-        if self.uri.startswith("sqlite"):
-            path = self.package.place / number / "artifacts" / artifact_file
+        if self.place:
+            path = self.place / number / "artifacts" / artifact_file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
