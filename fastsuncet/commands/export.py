@@ -126,10 +126,8 @@ def next_commands(run: Path, config: Config) -> list[str]:
     name, labeled = shlex.quote(str(run)), config.data.split.kind != "none"
     look = f"report --page {name}"
     if labeled and config.data.validation is not None:
-        look = f"evaluate linear {shlex.quote(f'{run}/config.yaml')}"
-        if run.resolve() != config.run_folder.resolve():  # it was moved: the config names its first folder
-            here = {"folder": run.absolute().parent, "write_tag": run.absolute().name}
-            look += "".join(f" logging.{key}={shlex.quote(str(value))}" for key, value in here.items())
+        # If the run was moved, its config names its first folder.
+        look = f"evaluate linear {shlex.quote(f'{run}/config.yaml')}{config.arguments_for(run)}"
     use, output = ("predict", "predictions.csv --page") if labeled else ("embed", "features.npz")
     return [f"fastsuncet {look}", f"fastsuncet {use} {name} FOLDER --output {output}"]
 

@@ -13,6 +13,7 @@ and before any GPU starts.
 import contextlib
 import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -197,6 +198,13 @@ class Config(Sections):
     def run_folder(self) -> Path:
         """Folder of this run's checkpoints and metrics: logging.folder/logging.write_tag."""
         return typed_path(self.logging.folder) / (self.logging.write_tag or "run")
+
+    def arguments_for(self, run: Path) -> str:
+        """Return what a command with this config takes to use `run`: "" where the config names that folder itself."""
+        if run.resolve() == self.run_folder.resolve():
+            return ""
+        here = {"folder": run.absolute().parent, "write_tag": run.absolute().name}
+        return "".join(f" logging.{key}={shlex.quote(str(value))}" for key, value in here.items())
 
     def canonical(self) -> dict[str, Any]:
         """Return every key, defaults included, in the types of JSON; `Config.from_values` reads it back."""

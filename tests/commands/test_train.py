@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fastsuncet import cli
+from fastsuncet.config import load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.optim import LARS
 from fastsuncet.training import step
@@ -24,7 +25,10 @@ DRY = ["train", "digits_demo", "--dry-run=step", *SMALL]
 
 @pytest.mark.slow
 def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monkeypatch, capsys):
-    """In the summary, config.yaml, the first metrics line and the checkpoint. The continued one is complete."""
+    """In the summary, config.yaml, the first metrics line and the checkpoint. The continued one is complete.
+
+    If its folder is moved, its config names the old place, where a new run begins with a note.
+    """
     asked = []
 
     def choose(config, arithmetic, place, per_class, before, stopped):
@@ -44,6 +48,10 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
     assert len((config.run_folder / "learned.csv").read_text().splitlines()) == 1 + 70
     for file in ("metrics.jsonl", "config.yaml"):
         assert '"paths": ["x.cu"]' in (config.run_folder / file).read_text()
+    moved = config.run_folder.rename(tmp_path / "moved")
+    run(load_config(moved / "config.yaml"))
+    said, add = capsys.readouterr().out, f"Add logging.folder={tmp_path} logging.write_tag=moved"
+    assert f"note: a new run begins in {config.run_folder}. {add} to continue the one in {moved}" in said
 
 
 @pytest.mark.slow
@@ -112,6 +120,7 @@ import fastsuncet.commands.train
 early |= {"torch._dynamo", "torchvision", "timm", "nvidia", "sklearn", "matplotlib"} & set(sys.modules)
 early |= {"fastsuncet.commands.export", "fastsuncet.evaluation"} & set(sys.modules)
 from fastsuncet import cli
+from fastsuncet.config import load_config
 assert cli.main(sys.argv[1:]) == 0
 read = sorted(path for path in seen if not os.path.isdir(path))
 from fastsuncet.tuning.paths import PATHS
