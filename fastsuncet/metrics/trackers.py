@@ -98,6 +98,8 @@ class WeightsAndBiases(Tracker):
     def __init__(self, project: str, folder: Path, name: str, purge_step: int | None):
         # W&B's crash reports would leave the machine even when it is offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        # In seconds. After W&B's own 15 a kill loses lines that the checkpoint has: none comes again.
+        os.environ.setdefault("WANDB__TRANSACTION_LOG_FLUSH_INTERVAL", "1")
         mode = os.environ.get("WANDB_MODE", "offline")
         import wandb  # pyright: ignore[reportMissingImports] - an optional extra
 
