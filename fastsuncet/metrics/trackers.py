@@ -7,6 +7,7 @@ files of the run have everything that it gets.
 import contextlib
 import hashlib
 import os
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -257,7 +258,8 @@ class Caller:
             tracker.close()
         except Exception as error:
             if not self._given_up:
-                reason = (str(error).strip().splitlines() or [""])[0]
+                # The first line of pydantic's errors and SQLAlchemy's does not have the reason.
+                reason = textwrap.shorten(str(error), 300)
                 self._say(
                     f"{self._kind.__name__} failed and gets nothing more ({type(error).__name__}: {reason}); "
                     "the files of the run have it all"
