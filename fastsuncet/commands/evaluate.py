@@ -31,6 +31,7 @@ from fastsuncet.evaluation.scoring import (
     standard_error,
 )
 from fastsuncet.metrics.results import asked, send_results
+from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
 from fastsuncet.versions import drawing_problem, versions
@@ -56,6 +57,7 @@ def evaluate(
     every: bool = False,
 ) -> int:
     """Measure the chosen checkpoints, print each number and write each result; return the exit code."""
+    require_packages(config)  # before hours of features
     # Nothing is resumed, so there is no status to read after a signal.
     with as_rank(config, arguments) as place:
         chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)

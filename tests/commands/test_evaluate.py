@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,10 +158,14 @@ def test_evaluate_of_other_labels_images_or_pixels_has_another_file(folder, caps
         ("data.validation=null", 2, "measured on validation images: set their folder"),
         ("--encoder=FOLDER/tiny.pth data.validation=nowhere", 3, "no data folder DATA/nowhere"),
         ("--encoder=DATA", 5, "holds no checkpoint that can be used"),
+        ("--encoder=FOLDER/tiny.pth logging.wandb=project", 2, "`pip install wandb`"),
     ],
 )
-def test_evaluate_refuses_wrong_input_and_writes_nothing(folder, capsys, tmp_path, words, code, said):
+def test_evaluate_refuses_wrong_input_and_writes_nothing(
+    folder, capsys, tmp_path, monkeypatch, words, code, said
+):
     """Further faults are in tests/evaluation (encoder, scoring) and tests/pipelines/datasets (images, labels)."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
     words, said = (x.replace("FOLDER", str(folder)).replace("DATA", str(tmp_path)) for x in (words, said))
     given = cli.main(["evaluate", "npi", *colors_config(tmp_path), *words.split()])
     out, err = capsys.readouterr()
