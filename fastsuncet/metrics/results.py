@@ -41,8 +41,7 @@ OWN = {
 }
 # Keys that no number depends on: paths, how fast pixels are made, what is written.
 FREE = (
-    *(f"data.{key}" for key in ("root", "index", "download")),
-    *(f"data.{key}" for key in ("decode_threads", "prefetch")),
+    *(f"data.{key}" for key in ("root", "index", "download", "decode_threads", "prefetch")),
     *("transfer.root", "transfer.download", "logging.", "checkpoint."),
 )
 

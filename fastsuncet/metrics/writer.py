@@ -28,7 +28,7 @@ from pipelines import atomic_files
 from pipelines.output import Say, csv_table, say_line
 
 if TYPE_CHECKING:
-    from fastsuncet.metrics.trackers import Tracker, Trackers
+    from fastsuncet.metrics.trackers import Tracker
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
 
@@ -62,11 +62,11 @@ class MetricsWriter(contextlib.ExitStack):
             undone = 0 if (self.folder / JSONL).exists() else None
             purge_step = undone if resume_step is None else resume_step + 1
             # Before the files change: a missing package must not leave a run half set back.
-            self._trackers: Trackers | None = None
+            self._tell: Callable[[Callable[[Tracker], object]], None] = lambda call: None
             if config is not None and config.logging.trackers:
-                from fastsuncet.metrics import trackers
+                from fastsuncet.metrics.trackers import Trackers
 
-                self._trackers = self.enter_context(trackers.Trackers(config, self.folder, purge_step, say))
+                self._tell = self.enter_context(Trackers(config, self.folder, purge_step, say)).tell
                 self._tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
                 self._tell(lambda tracker: tracker.settings(config))
             self._move_later_lines(resume_step, evaluated, say)
@@ -148,10 +148,6 @@ class MetricsWriter(contextlib.ExitStack):
                 start = "a fresh start" if resume_step is None else f"continuing from step {resume_step}"
                 note = f", {cut} of them cut off" if cut else ""
                 say(f"metrics: {start}; {len(moved)} later lines{note} moved to {self.folder / SUPERSEDED}")
-
-    def _tell(self, call: "Callable[[Tracker], object]") -> None:
-        if self._trackers is not None:
-            self._trackers.tell(call)
 
     def _row(self, record: dict[str, Any]) -> list[Any]:
         return [record["step"], *(record.get(name) for name in self.columns)]
