@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from fastsuncet.config import Config
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
-from pipelines.output import Say, csv_table, say_line
+from pipelines.output import Say, counted, csv_table, say_line
 
 if TYPE_CHECKING:
     from fastsuncet.metrics.trackers import Tracker
@@ -146,8 +146,8 @@ class MetricsWriter(contextlib.ExitStack):
                     _append(stream.fileno(), b"".join(moved))
                     os.fsync(stream.fileno())
                 start = "a fresh start" if resume_step is None else f"continuing from step {resume_step}"
-                note = f", {cut} of them cut off" if cut else ""
-                say(f"metrics: {start}; {len(moved)} later lines{note} moved to {self.folder / SUPERSEDED}")
+                note = counted(len(moved), "later line") + (f", {cut} of them cut off" if cut else "")
+                say(f"metrics: {start}; {note} moved to {self.folder / SUPERSEDED}")
 
     def _row(self, record: dict[str, Any]) -> list[Any]:
         return [record["step"], *(record.get(name) for name in self.columns)]

@@ -119,7 +119,8 @@ def test_restart_keeps_and_reports_every_line_that_it_undid(tmp_path):
     said = run(tmp_path, 2, 4, resume_step=2)
     assert moved.read_bytes() == b"".join(before[2:])
     assert said == [f"metrics: continuing from step 2; 6 later lines moved to {moved}"]
-    run(tmp_path, 3, 4, resume_step=3)  # a second restart adds to the file
+    said = run(tmp_path, 3, 4, resume_step=3)  # a second restart adds to the file
+    assert said == [f"metrics: continuing from step 3; 1 later line moved to {moved}"]
     assert [line["step"] for line in superseded(tmp_path)] == [3, 3, 4, 5, 6, 6, 4]
     said = run(tmp_path, 0, 1)  # without a step, all lines go
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]
