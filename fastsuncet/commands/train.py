@@ -96,12 +96,10 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
                 for warning in write_learned_labels(folder, trainer.task.images, config):
                     say_line(f"note: {warning}")
                 # The config.yaml of a run that was moved, or is trained from elsewhere, names another folder.
-                other, name = config.file.parent, config.file.name
-                ran = name == "config.yaml" and (other / manager.FOLDER).is_dir()
+                other = config.file.parent
+                ran = config.file.name == "config.yaml" and (other / manager.FOLDER).is_dir()
                 if ran and (arguments := config.arguments_for(other)):
-                    say_line(
-                        f"note: a new run begins in {folder}. Add{arguments} to continue the one in {other}"
-                    )
+                    say_line(f"note: a new run begins in {folder}. Add{arguments} to continue {other}")
         with RunStatus(folder / "status.json", place).recording(lambda: trainer.step):
             if any_rank(signals.requested is not None):
                 asked = signals.requested or "another rank"

@@ -50,8 +50,8 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
         assert '"paths": ["x.cu"]' in (config.run_folder / file).read_text()
     moved = config.run_folder.rename(tmp_path / "moved")
     run(load_config(moved / "config.yaml"))
-    said, add = capsys.readouterr().out, f"Add logging.folder={tmp_path} logging.write_tag=moved"
-    assert f"note: a new run begins in {config.run_folder}. {add} to continue the one in {moved}" in said
+    add = f"Add logging.folder={tmp_path} logging.write_tag=moved to continue {moved}"
+    assert f"note: a new run begins in {config.run_folder}. {add}\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow
