@@ -66,7 +66,6 @@ def embed_views(
     place: Place,
     *,
     batch: int = 256,
-    what: str | None = None,
 ) -> Tensor:
     """Return the network's output for V random views of each image, (N, V, E): resized crops and flips (appendix G).
 
@@ -74,7 +73,7 @@ def embed_views(
     the same on any number of ranks and for every checkpoint. Otherwise as `outputs`.
     """
     crop = config.data.augmentation.uncolored
-    several = (crop,) * views
+    several, what = (crop,) * views, "crops of labeled images"
     return _forward(network, index, indices, several, config, place, max(1, batch // views), what=what)
 
 

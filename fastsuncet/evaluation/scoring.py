@@ -66,8 +66,7 @@ def examples(
     truth = true_labels(images, place)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     if crops:
-        shown = "crops of labeled images"
-        features = embed_views(network, images.train, chosen, crops, config, place, what=shown).flatten(0, 1)
+        features = embed_views(network, images.train, chosen, crops, config, place).flatten(0, 1)
         labels = labels.repeat_interleave(crops)
     else:
         features = outputs(network, images.train, chosen, config, place, what="labeled images")

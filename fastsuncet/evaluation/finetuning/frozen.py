@@ -64,8 +64,7 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
         start = fitted(shown.features)
         scores = F.linear(shown.queries, *start[:2])[own_rows(place)]
         accuracies["linear"] = measured(scores, shown.truth, place, {}).metrics["top1"]
-        cropped = "crops of labeled images"
-        crops = embed_views(network, images.train, chosen, 1, config, place, what=cropped)[:, 0]
+        crops = embed_views(network, images.train, chosen, 1, config, place)[:, 0]
         for name, supports in (("knn", shown.features), ("knn_random_crops", crops)):
             votes = knn_predict(shown.queries, supports, labels, k=config.evaluation.knn_k)
             accuracies[name] = share_right(votes, shown.truth)
