@@ -45,11 +45,10 @@ def noticed(copy: Path, mutation: Mutation) -> str | None:
     path = copy / mutation.file
     sound = path.read_text(encoding="utf-8")
     path.write_text(sound.replace(mutation.before, mutation.after), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    command = [sys.executable, "-m", "pytest", *options, *mutation.test.split()]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *mutation.test.split()], cwd=copy, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     path.write_text(sound, encoding="utf-8")
     failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.M)
     return failed[1] if failed and done.returncode == 1 else None
