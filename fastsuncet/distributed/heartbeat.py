@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from typing_extensions import Self
 
 from fastsuncet.distributed.collectives import rank, world_size
+from fastsuncet.distributed.place import agent_holds_store
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import FastSuncetError, HungError, NumericalError, Preempted
 from pipelines.output import Say
@@ -45,8 +46,6 @@ class Heartbeat:
     def __init__(self, timeout: float, signals: SignalFlag, say: Say, end: Callable[[FastSuncetError], None]):
         self.timeout, self.signals, self.say, self.end = timeout, signals, say, end
         self.rank, self.ranks = rank(), world_size()
-        # These hold the store, not rank 0.
-        self.agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.store: Store | None = None  # until the thread has connected to it
         self.gone = ""  # the rank that was found to have ended with an error
         self.position = (0, 0, "starts")  # points passed, updates done, the last point
@@ -89,7 +88,7 @@ class Heartbeat:
             if not exchange.is_alive():
                 exchange = self._exchange_in_time(posts, now, waited > first / 2)
             if exchange.is_alive():
-                holder, silent = ("torchrun's agent" if self.agents else "rank 0"), {0}
+                holder, silent = ("torchrun's agent" if agent_holds_store() else "rank 0"), {0}
                 text = f"waiting for {holder} (its process, through which ranks meet, does not answer)"
             else:
                 silent, text = self._waiting_for(posts, now)
@@ -141,7 +140,7 @@ class Heartbeat:
                     self.gone = f"rank {number}"
         except RuntimeError:
             posts.clear()
-            self.gone = "" if self.agents else "rank 0"
+            self.gone = "" if agent_holds_store() else "rank 0"
 
     def _waiting_for(self, posts: dict[int, tuple[bytes, float]], now: float) -> tuple[set[int], str]:
         """Return the ranks that post no longer, and a text that names those that the others wait for."""

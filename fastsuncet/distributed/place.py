@@ -194,11 +194,16 @@ def _store(rank: int, world_size: int, port: str | None) -> Store:
     return PrefixStore(server.get(drawn).decode(), server)
 
 
+def agent_holds_store() -> bool:
+    """Return whether torchrun's agent holds the store through which ranks meet, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 @functools.cache  # a process can join again, and the server must outlive its first group
 def _server(rank: int, world_size: int, port: str | None) -> Store:
     # A rank whose agent was killed before it could ask to end with it would wait here.
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = next(rendezvous("env://", rank, world_size, timeout=CONNECT if agents else START))[0]
+    timeout = CONNECT if agent_holds_store() else START
+    store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
     store.set_timeout(START)
     return store
 
