@@ -13,7 +13,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from fastsuncet.evaluation.scoring import require_finite
 from fastsuncet.metrics.results import FOLDER, asked, name_of, read_result, send_results, write_result
 from fastsuncet.versions import versions
 from pipelines import atomic_files
-from pipelines.output import Say, say_line
+from pipelines.output import Say, duration, say_line
 from pipelines.sampling.augmentation import Center
 
 PER_CELL = ("finetune.lr", "finetune.weight_decay")
@@ -206,7 +205,7 @@ def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
         if new:
             seconds.append(record["seconds"])
             if left := sum(item not in done for item in mine[number:]):
-                text += f"; {left} left, about {timedelta(seconds=round(left * sum(seconds) / len(seconds)))}"
+                text += f"; {left} left, about {duration(left * sum(seconds) / len(seconds))}"
         say(f"    {text}" if new else f"    done before: {text}")
     for dataset in grids:
         stop_if_requested(dataset.signals)
