@@ -32,6 +32,7 @@ from fastsuncet.evaluation.finetuning.job import (
 from fastsuncet.evaluation.finetuning.record import sizes
 from fastsuncet.evaluation.scoring import labeled, true_labels
 from fastsuncet.metrics.results import send_results
+from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models.flops import network_cost
 from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
@@ -51,6 +52,7 @@ def finetune(
     `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
     further ranks. Raises ConfigError, DataError, NumericalError, CheckpointError, and Preempted once all is saved.
     """
+    require_packages(config)
     digest = hashlib.sha256(os.fsencode("\n".join(arguments))).hexdigest()[:8]
     # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
     status = config.run_folder / "finetune" / f".preempted-{digest}.json"

@@ -15,6 +15,7 @@ from fastsuncet.config import Config
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.finetuning.grid import parse_shard
 from fastsuncet.evaluation.finetuning.transfer import open_grids, run_grids
+from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.training.determinism import resolve_precision
 from pipelines import atomic_files
 
@@ -45,6 +46,7 @@ def transfer(
         raise config.error(
             "transfer.resize", f"must not be below transfer.size, the {t.size} pixels of a crop"
         )
+    require_packages(config)
     status = config.run_folder / "transfer" / f"status-{shard[0]}-of-{shard[1]}.json"
     with as_rank(config, arguments, status) as place, SignalFlag() as signals:
         config, _ = resolve_precision(config, place.device)

@@ -6,6 +6,7 @@
 import json
 import math
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -234,7 +235,10 @@ def test_finetune_of_a_file_of_weights_is_named_after_it_and_saves_twenty_times(
     assert record["encoder"] == {"step": None, "epoch": None, "method": None, "ledger": None}
 
 
-def test_finetune_names_what_is_wrong_with_an_exit_code_and_writes_nothing(runs, capsys, tmp_path):
+def test_finetune_names_what_is_wrong_with_an_exit_code_and_writes_nothing(
+    runs, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     unlabeled = ("data.split.kind=none", "data.split.fraction=null", "criterion.supervised_epochs=0")
     pictures = ("data.kind=image_folder", f"data.root={tmp_path}", "data.validation=held out")
     write_pictures(tmp_path / "train", count=8)
@@ -246,6 +250,7 @@ def test_finetune_names_what_is_wrong_with_an_exit_code_and_writes_nothing(runs,
         (2, "learns from labeled training images, and the config selects none", *unlabeled),
         (3, "held out", *pictures),
         (3, "no labeled image to fine-tune on", "data.split.fraction=1e-9"),
+        (2, "`pip install wandb`", "logging.wandb=project"),
     ):
         assert run(runs, *more) == code, more
         assert message in capsys.readouterr().err, more

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import threading
 import types
 from pathlib import Path
@@ -256,14 +257,16 @@ def test_results_of_data_sets_saved_at_the_same_moment_or_after_a_move_are_kept(
     assert result["metrics"] == {"cifar10": 0.5, "cifar100": 0.5, "voc07": 0.5} and result["images"] == 27
 
 
-def test_transfer_names_what_is_missing_before_the_first_cell(top, tmp_path, capsys):
+def test_transfer_names_what_is_missing_before_the_first_cell(top, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     for code, message, word in (
         (3, "CIFAR-100", "transfer.datasets=[cifar10,cifar100]"),
         (2, "80 labeled images of cifar10 do not fill a batch of 81: at most 80", "transfer.batch_size=81"),
+        (2, "`pip install wandb`", "logging.wandb=project"),
     ):
         assert run(top, tmp_path, word) == code
         assert message in capsys.readouterr().err
-    assert not records_of(tmp_path)
+    assert not records_of(tmp_path) and not list(tmp_path.rglob("transfer/*/*"))
 
 
 def test_damaged_or_foreign_record_of_a_cell_is_refused(top, tmp_path, whole, capsys):
