@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` can be imported
 
-from fastsuncet.commands.train import IMAGES
+from fastsuncet.commands.dry_run import IMAGES
 from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.models.flops import FLOP_PER_MAC, network_cost, petaflops, run_macs, update_macs
 from fastsuncet.models.resnet import build_model

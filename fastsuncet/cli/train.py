@@ -31,10 +31,14 @@ def arguments(parser: Parser) -> None:
 
 
 def run(parser: Parser, options: Options) -> int:
-    if not options.dry_run:  # which prints a plan without data too
-        if options.show_config:
-            parser.error("--show-config goes with --dry-run")
-        options.config.require_data()
-    from fastsuncet.commands.train import run
+    config, arguments, show = options.config, options.arguments, options.show_config
+    if options.dry_run:
+        from fastsuncet.commands.dry_run import run as dry_run
 
-    return run(**vars(options))
+        return dry_run(config, arguments, steps=options.dry_run == "step", show_config=show)
+    if show:
+        parser.error("--show-config goes with --dry-run")
+    config.require_data()  # a dry run prints a plan without data too
+    from fastsuncet.commands.train import run as train
+
+    return train(config, arguments)

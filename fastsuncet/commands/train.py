@@ -10,8 +10,6 @@ A run is a folder, <logging.folder>/<logging.write_tag>; the same command contin
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -21,49 +19,30 @@ import torch
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import RunStatus, disk_errors, exclusive_run_folder, on_rank_0
 from fastsuncet.commands.ranks import as_rank
-from fastsuncet.config import Config, ConfigErrors
+from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.collectives import any_rank
-from fastsuncet.distributed.place import Place, expected_ranks, pick_device, should_start_ranks
+from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import ConfigError, Preempted
 from fastsuncet.metrics.cost import open_energy_meter
 from fastsuncet.models import export_formats
-from fastsuncet.models.resnet import build_model, width_of
+from fastsuncet.models.resnet import width_of
 from fastsuncet.paths import typed_path
 from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import speed_on_cpu, summary
 from fastsuncet.training.trainer import Trainer
 from pipelines import atomic_files
-from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.output import say_line
 
-# Training images of a plan without data: class folders are taken for ImageNet's.
-IMAGES = {"image_folder": 1_281_167, "cifar10": 50_000, "cifar100": 50_000, "digits": 1_442}
 
-
-def run(
-    config: Config, arguments: list[str], *, dry_run: bool | str = False, show_config: bool = False
-) -> int:
-    """Train as `config` says and return the exit code; `arguments` start the same command on further ranks.
-
-    `dry_run` finds and checks everything a run needs, prints the plan, with `show_config` the resolved config behind
-    it, and trains nothing. If it is "step", a few updates are made and thrown away.
-    """
-    is_rank_0 = not should_start_ranks(config.meta.device) and os.environ.get("RANK", "0") == "0"
-    if dry_run is True or (dry_run and is_rank_0):
-        print_plan(config, show_config)
-    if dry_run is True:
-        say_line("dry run: all checks passed, nothing was trained")
-        return 0
+def run(config: Config, arguments: list[str]) -> int:
+    """Train as `config` says and return the exit code; `arguments` start the same command on further ranks."""
     with as_rank(config, arguments, config.run_folder / "status.json") as place:
-        if dry_run:
-            make_first_steps(config, place)
-        else:
-            train(config, place)
+        train(config, place)
     return 0
 
 
@@ -153,65 +132,6 @@ def start(
     if task.init is not None:
         lines.append(f"{'init':<9}{task.init['note']}")
     return trainer, [*lines, *stream.notes(), f"{'speed':<9}{speed}"]
-
-
-def make_first_steps(config: Config, place: Place) -> None:
-    """Make the first updates of the run of `config` with its own images and ranks, and print what they took.
-
-    It keeps nothing on the disk but what `start` does. Raises ConfigError for a GPU without enough memory, and
-    otherwise as `train`.
-    """
-    from fastsuncet.training.first_steps import first_steps
-
-    with tempfile.TemporaryDirectory() as empty:
-        trainer, lines = start(config, place, Path(empty))
-        if place.first:
-            say_line(lines[-1])
-        with closing(trainer.task), closing(trainer.task.stream):
-            end = first_steps(trainer)
-    if place.first:
-        say_line(end)
-
-
-def print_plan(config: Config, show_config: bool) -> None:
-    """Print what a run would do here, and with `show_config` its config with the precision that it has here.
-
-    Without the data the plan is for the number of images in IMAGES, if it has one, and their DataError is raised at
-    the end. Raises anything else that would end the run before its first step.
-    """
-    check_before_images(config)
-    device = pick_device(config.meta.device, 0)
-    config, why = resolve_precision(config, device)
-    world_size = expected_ranks(config.meta.device)
-    place = Place(0, 1, device)
-    notes: list[str] = []
-    images = problem = None
-    try:
-        images = open_images(config, place, validation=config.evaluation.knn_every_epochs is not None)
-    except DataError as error:
-        problem = error
-        if (number := IMAGES.get(config.data.kind)) is None:
-            raise
-        notes.append(f"The data were not checked. This is the plan for {number:,} images.")
-        try:
-            arithmetic = config.resolve(world_size, number)
-        except ConfigErrors:
-            raise error from None  # the config may well fit the data that are not here
-    else:
-        arithmetic = config.resolve(world_size, *images.counts())
-        notes += PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
-    lines = summary(config, Place(0, world_size, device), images, arithmetic, None, why)
-    m = config.model
-    model = build_model(m.name, m.stem, *m.head, device="cpu" if m.init else "meta")
-    if m.init is not None:
-        from fastsuncet.training import initial_weights
-
-        lines.append(f"{'init':<9}{initial_weights.load(config, model, place)['note']}")
-    for line in [*lines, *notes, "", *([config.to_yaml()] if show_config else [])]:
-        say_line(line)
-    if problem is not None:
-        say_line("dry run: the data are missing or wrong, nothing was trained")
-        raise problem
 
 
 def check_before_images(config: Config) -> None:

@@ -33,19 +33,20 @@ def _config(_empty_folder):
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """Replace fastsuncet.commands.train: record the calls, raise `trainer.error`, or return `trainer.code`."""
-    module = types.ModuleType("fastsuncet.commands.train")
-    module.calls, module.code, module.error = [], 0, None
+    """Replace what trains or makes a plan: record the calls, raise `trainer.error`, or return `trainer.code`."""
+    trainer = types.SimpleNamespace(calls=[], code=0, error=None)
 
-    def run(config, arguments, *, dry_run, show_config):
-        module.calls.append((config, arguments, dry_run))
-        if module.error is not None:
-            raise module.error
-        return module.code
+    def run(config, arguments, **plan):
+        trainer.calls.append((config, arguments, plan))
+        if trainer.error is not None:
+            raise trainer.error
+        return trainer.code
 
-    module.run = run
-    monkeypatch.setitem(sys.modules, "fastsuncet.commands.train", module)
-    return module
+    for name in ("train", "dry_run"):
+        module = types.ModuleType(f"fastsuncet.commands.{name}")
+        module.run = run
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return trainer
 
 
 def python(code: str, **options) -> subprocess.CompletedProcess:
@@ -136,8 +137,8 @@ def test_main_goes_on_without_a_standard_output(monkeypatch, capsys):
 )
 def test_train_takes_overrides_and_options_in_any_order(words, trainer):
     assert cli.main(["train", *words]) == 0
-    ((config, arguments, dry_run),) = trainer.calls
-    assert (config.optimization.lr, config.meta.seed, dry_run) == (2.0, 3, True)
+    ((config, arguments, plan),) = trainer.calls
+    assert (config.optimization.lr, config.meta.seed, plan["steps"]) == (2.0, 3, False)
     assert arguments == ["train", *words]  # the same command starts the other ranks
 
 
@@ -146,7 +147,7 @@ def test_train_returns_the_exit_code_of_the_run(trainer):
     Path("lr=3").mkdir()
     Path("lr=3/run.yaml").write_text(GOOD)  # a path can hold an equals sign
     assert cli.main(["train", "./lr=3/run.yaml"]) == cli.main(["train", "run.yaml", "--dry-run=step"]) == 75
-    assert [dry_run for *_, dry_run in trainer.calls] == [False, "step"]
+    assert [plan.get("steps") for *_, plan in trainer.calls] == [None, True]
 
 
 TWO_CONFIGS = (
