@@ -10,8 +10,8 @@ import torch
 import torchvision
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.commands.export import export
 from fastsuncet.commands.dry_run import print_plan
+from fastsuncet.commands.export import export
 from fastsuncet.config import ConfigErrors
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
