@@ -16,10 +16,12 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.manager import META, MODEL, LoadedCheckpoint
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, ConfigErrors
+from fastsuncet.config.schema import TIMM
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.features import evaluation_view
+from fastsuncet.models import timm_backbone
 from fastsuncet.models.pretrained_weights import (
     Weights,
     digest_of,
@@ -29,7 +31,7 @@ from fastsuncet.models.pretrained_weights import (
     read_weights_of,
     require_fit,
 )
-from fastsuncet.models.resnet import build_model, width_of
+from fastsuncet.models.resnet import build_model, width_of, zeroed
 from fastsuncet.paths import typed_path
 from fastsuncet.training import methods
 from pipelines import atomic_files
@@ -151,8 +153,10 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
 
 def _encoder(weights: Weights, source: str, **known: Any) -> Encoder:
     # Without memory at first: a record can claim a network far larger than its weights.
-    require_fit(build_model(weights.name, weights.stem, device="meta").encoder, weights.encoder, source)
-    module, classifier = build_model(weights.name, weights.stem).encoder, None
+    module, classifier = build_model(weights.name, weights.stem, device="meta").encoder, None
+    require_fit(module, weights.encoder, source)
+    by_timm = weights.name.startswith(TIMM)
+    module = timm_backbone.create(weights.name, "cpu") if by_timm else zeroed(module)
     fill(module, weights.encoder, source)
     if weights.classifier is not None:
         classifier = linear_layer(*weights.classifier)

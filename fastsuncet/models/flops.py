@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import ConfigError
-from fastsuncet.models.resnet import Model, build_model
+from fastsuncet.models.resnet import Model, build_model, zeroed
 
 FLOP_PER_MAC = 6  # forward 2, backward 4
 
@@ -57,7 +57,7 @@ def network_cost(name: str, stem: str, size: int, *head: Any) -> NetworkCost:
     of_timm = name.startswith(TIMM)
     model.eval()  # BatchNorm then takes a single image, and autograd keeps the same
     if not of_timm:
-        model._apply(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
+        zeroed(model)
     own = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
     norms: set[tuple[int, ...]] = set()

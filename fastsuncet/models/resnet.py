@@ -290,6 +290,14 @@ def initialize(model: nn.Module, seed: int) -> None:
             raise TypeError(f"initialize: no rule for the parameters of {type(module).__name__}")
 
 
+def zeroed(module: nn.Module) -> nn.Module:
+    """Give a module of the device meta its memory on the CPU, all zero, and return it.
+
+    Torch's `to_empty` imports sympy, a second, for that. timm's networks have tables that only timm can fill.
+    """
+    return module._apply(lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
+
+
 def build_model(
     name: str = "resnet50",
     stem: str = "imagenet",
@@ -336,9 +344,7 @@ def build_model(
         return model
     if by_timm:
         model.encoder = nn.Module()  # timm's networks have parameters that only timm knows how to draw
-    # Memory on the CPU. Torch's `to_empty` imports sympy, a second, for that.
-    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-    initialize(model, seed)
+    initialize(zeroed(model), seed)
     if by_timm:
         from fastsuncet.models import timm_backbone
 
