@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,9 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_setup(item):
-    """Skip the tests that need a GPU where there is none."""
+    """Fork the server of ranks before the first test, and skip the tests that need a GPU where there is none."""
+    if ranks := sys.modules.get("tests.support.ranks"):
+        ranks.start_server()
     if item.get_closest_marker("gpu"):
         import torch
 

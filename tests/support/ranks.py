@@ -1,30 +1,64 @@
 """Run a function on real ranks: one process each, connected by gloo, as `torchrun` starts them."""
 
+import functools
+import io
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch._dynamo  # imported here once, and not by each rank at its first DistributedDataParallel
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# What ranks import, and what torch imports at a first DistributedDataParallel (torch._dynamo).
-PRELOADED = [
-    *("tests.support.runs", "nvidia.dali", "pipelines.dali.engine", "pipelines.torchvision_engine"),
-    *("fastsuncet.losses", "torch._dynamo", "hypothesis", "pytest"),
-]
+import pipelines.dali.engine  # noqa: F401 - as above, at a rank's first batch
+
+
+def drop_files(*kept: int) -> None:
+    """Point every open file but `kept` to /dev/null: pytest's log would go to the next file that gets its number."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in kept:
+            os.dup2(null, number)
+
+
+def _fork(path: str, arguments: list[str], descriptors: list[int]) -> int:
+    """Run the program that follows `python -c` in a fork of this process; return its process ID."""
+    if pid := os.fork():
+        return pid
+    try:
+        # pytest's files, to which loggers of torch write, get the numbers of standard output and standard error.
+        for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+            if isinstance(stream.buffer, io.FileIO):
+                stream.buffer.__init__(number, "w", closefd=False)
+        drop_files(*descriptors)
+        exec(arguments[-1])
+    finally:
+        os._exit(0)
+
+
+@functools.cache
+def start_server() -> None:
+    """Start the server of `start_forked` as a fork of this process, which must have started no threads.
+
+    The server that multiprocessing would start takes seven seconds to import what this process has imported.
+    """
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, "spawnv_passfds", _fork):
+        forkserver.ensure_running()
 
 
 def start_forked(function: Callable[..., Any], *arguments: Any) -> multiprocessing.Process:
     """Start `function(*arguments)`, of a module, in a process forked from a server that has everything imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=function, args=arguments)
+    process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
     process.start()
     return process
 
@@ -58,8 +92,6 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
-            # A server that has everything imported forks the ranks: seconds instead of half a minute for four.
-            multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
             mp.start_processes(
                 _rank_main, (world_size, folder, function, arguments), world_size, start_method="forkserver"
             )

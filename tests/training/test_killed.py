@@ -35,7 +35,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import STOP_SIGNALS, end_with_parent
 from fastsuncet.training.trainer import Trainer
 from tests.support.pictures import write_pictures
-from tests.support.ranks import start_forked
+from tests.support.ranks import drop_files, start_forked
 from tests.support.runs import assert_equal_to_the_bit, final_state
 
 KILLS = int(os.environ.get("FASTSUNCET_KILLS", 0))
@@ -186,7 +186,7 @@ def run_rank(arguments: list[str], environment: dict[str, str]) -> int:
     """Train as a rank that the agent has started; return the exit code."""
     gc.freeze()
     os.setsid()
-    os.closerange(3, 4096)  # as a new program has none of the agent's files
+    drop_files()  # as a new program has none of the agent's
     for name in STOP_SIGNALS:
         signal.signal(signal.Signals[name], signal.SIG_DFL)
     os.environ.update(environment)
