@@ -106,10 +106,10 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
 
 
 def shorten_tuning(patch: pytest.MonkeyPatch) -> None:
-    """Let the children of a tuning time short windows. All else of them is real."""
+    """Let the children of a tuning warm up briefly and time short windows. All else of them is real."""
     code = (
         "import sys; from fastsuncet import cli; from fastsuncet.tuning import child; "
-        "child.SECONDS = 0.02; sys.exit(cli.main(sys.argv[1:]))"
+        "child.WARMUP_IN_DDP, child.SECONDS = 1, 0.01; sys.exit(cli.main(sys.argv[1:]))"
     )
     words, before = processes.child_command, len(cli_command())
     patch.setattr(

@@ -86,6 +86,7 @@ def run_on_a_rank(rank, world_size):
     for how in ENDINGS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(processes, "child_command", lambda *_: [sys.executable, "-c", code])
+            patch.setattr(processes, "VOTE", 0.1)
             if how == "cannot start" and rank == 1:
                 patch.setattr(processes.subprocess, "Popen", lambda *_, **__: os.read(-1, 1))  # an OSError
             began = time.monotonic()
