@@ -13,25 +13,12 @@ from PIL import Image
 from fastsuncet import cli
 from fastsuncet.config.shipped import shipped
 from fastsuncet.paths import cli_command
+from tests.support.ranks import run_code
 from tests.support.scripts import shadow
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "configs", "fastsuncet", "pipelines")
 KINDS = {".py", ".typed", ".yaml", ".csv", ".md", ".cu", ".cuh", ".cc", ".h"}
-
-
-def succeed(*words: str, folder: Path, **environment: str) -> str:
-    """Run a command that must end with 0 in `folder`; return its output."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def install(folder: Path) -> Path:
@@ -41,7 +28,9 @@ def install(folder: Path) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, copy, symlinks=True) if source.is_dir() else shutil.copy(source, copy)
     offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
-    succeed("-m", "pip", "install", "-q", *offline, "--target", "installed", "./source", folder=folder)
+    command = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", "installed", "./source"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder / "installed"
 
 
@@ -70,9 +59,9 @@ def test_wheel_has_all_files_and_lists_plans_trains_exports_and_embeds(tmp_path)
         ["export", trained, "--to", "torchvision"],
         ["embed", f"{trained}/export/torchvision.pth", "photos", "--output", "photos.npz"],
     ]
-    # In one process: importing torch and DALI takes seconds.
     code = f"import fastsuncet.cli as cli; print(cli.__file__); assert not any(map(cli.main, {commands}))"
-    printed = succeed("-c", code, folder=folder, PYTHONPATH=str(wheel), OMP_NUM_THREADS="1")
+    exit_code, printed = run_code(code, wheel, folder)
+    assert exit_code == 0, printed
     first, *lines = printed.splitlines()
     assert first == f"{wheel / 'fastsuncet' / 'cli' / '__init__.py'}"
     assert [line.split()[0] for line in lines[: len(shipped())]] == list(shipped())

@@ -22,6 +22,9 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import pipelines.dali.engine  # noqa: F401 - as above, at a rank's first batch
 
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("fastsuncet", "pipelines", "tests", "tools")
+
 
 def drop_files(*kept: int) -> None:
     """Point every open file but `kept` to /dev/null: pytest's log would go to the next file that gets its number."""
@@ -64,6 +67,29 @@ def start_forked(function: Callable[..., Any], *arguments: Any) -> multiprocessi
     process = multiprocessing.get_context("forkserver").Process(target=function, args=arguments)
     process.start()
     return process
+
+
+def run_code(code: str, packages: Path, folder: Path, **environment: str) -> tuple[int | None, str]:
+    """Run Python code in `folder`; return its exit code and output. It imports our modules anew, from `packages`.
+
+    A new process would take three seconds more to import torch, and three for torchvision.
+    """
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as output:
+        process = start_forked(_run_code, code, packages, folder, output.name, environment)
+        process.join()
+        return process.exitcode, output.read()
+
+
+def _run_code(code: str, packages: Path, folder: Path, output: str, environment: dict[str, str]) -> None:
+    with open(output, "w") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
+    os.chdir(folder)
+    os.environ.update(environment)
+    sys.path[:] = [str(packages), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+        del sys.modules[name]
+    exec(code, {"__name__": "__main__"})
 
 
 def started_by_an_agent(rank: int, port: int) -> None:
