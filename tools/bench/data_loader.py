@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler
-from torchvision.transforms import v2
 
 from pipelines.datasets.folders import image_tree
 from pipelines.sampling.augmentation import blur_windows
@@ -44,6 +43,8 @@ def two_views(kind: str, blur: str) -> Callable[[Image.Image], tuple[Any, Any]]:
 
     `blur`: "23", or "sigma" for a kernel as wide as its sigma needs, which v2 itself does not offer.
     """
+
+    from torchvision.transforms import v2  # takes three seconds
 
     def sigma_blur(image: Any) -> Any:
         sigma = float(torch.empty(()).uniform_(*SIGMA))

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.optim import Lars
 from torch import Tensor
 
 from fastsuncet.distributed.place import pick_device
@@ -38,6 +37,8 @@ def contenders(params: list[Tensor], *, kernel: bool = False) -> dict[str, Calla
 
     `kernel` adds our own kernel, which runs only on CUDA.
     """
+    from timm.optim import Lars  # imports torchvision, which takes three seconds
+
     ours: dict[str, Any] = {**RULE, "trust_coefficient": TRUST, "eps": EPS}
     found: dict[str, torch.optim.Optimizer] = {}
     if kernel:
