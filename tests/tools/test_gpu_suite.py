@@ -7,11 +7,13 @@ import os
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from pipelines.sampling.augmentation import Augmentation
 from tests.support.ranks import is_alive, run_code
 from tools.gpu import suite as gpu_suite
 from tools.gpu import workloads
@@ -77,15 +79,16 @@ def test_suite_names_the_parts_that_it_has_no_time_for(tmp_path, no_images):
 
 
 def test_suite_runs_a_tool_and_publishes_no_folder_of_the_machine(tmp_path, monkeypatch, capsys, no_images):
-    words = ["--minutes=5", "--device=cpu", "--small", "--only", "lars", "--output", f"{tmp_path}/suite"]
+    words = ["--minutes=5", "--device=cpu", "--small", "--only", "losses", "--output", f"{tmp_path}/suite"]
     monkeypatch.setattr(sys, "argv", ["/home/me/fastsuncet/tools/gpu/suite.py", *words])
     assert gpu_suite.main(words) == 0, capsys.readouterr().out
     text = (tmp_path / "suite.md").read_text()
-    assert re.search(r"### lars: a LARS step\n\ndone, [\d.]+ s\n\n.*\n\none step, .*\n\n\|", text, re.S)
-    assert "no 'fastsuncet kernel': it needs a CUDA device" in text
+    assert re.search(
+        r"### losses: SuNCEt, .*\n\ndone, [\d.]+ s\n\n.*\n\nsuncet, N = 512, .*\n\n\|", text, re.S
+    )
     assert "none of its figures is a measurement" in text and "lowest and highest" in text
     assert f"{os.cpu_count()} cores, load " in text and f"torch {torch.__version__}" in text
-    assert "`python tools/gpu/suite.py --minutes=5 --device=cpu --small --only lars`" in text
+    assert "`python tools/gpu/suite.py --minutes=5 --device=cpu --small --only losses`" in text
     assert str(tmp_path) not in text and "/home" not in text
 
 
@@ -93,7 +96,7 @@ def test_suite_without_a_gpu_or_a_folder_starts_and_writes_nothing(tmp_path, mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu_suite.main(["--minutes", "2", "--output", f"{tmp_path}/suite"]) == 2
     error = capsys.readouterr().err
-    assert "no GPU can be used here (RuntimeError: " in error and "); --device cpu --small runs" in error
+    assert "no GPU can be used here (" in error and "); --device cpu --small runs" in error
     assert gpu_suite.main(["--minutes", "2", "--device", "cpu", "--output", f"{tmp_path}/new/suite"]) == 2
     assert "new is not a writable folder: create it first" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -111,12 +114,16 @@ def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
 
 
 @pytest.mark.parametrize("part", ["feed", "profile", "start"])
-def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images, capsys):
+def test_workload_rehearsal_on_a_cpu_reports_its_table(part, tmp_path, images, monkeypatch, capsys):
+    """Without jitter, DALI's graph is built in a third of the time."""
+    monkeypatch.setattr(workloads, "Augmentation", partial(Augmentation, jitter=0))
     torch.set_num_threads(1)
     words = [part, "--folder", str(images), "--device", "cpu", "--quick", "--output", f"{tmp_path}/found"]
     assert workloads.main(words) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^\| --- .*\n\| |^ +[\d.]+ s  the end\n```\n\nexit code 0$", printed, re.M)
+    # cProfile ends with 0 whatever the run ends with.
+    assert part != "start" or (images / "runs" / "second" / "export").exists()
     traces = [json.loads(gzip.decompress(path.read_bytes())) for path in tmp_path.glob("found_*.json.gz")]
     assert len(traces) == printed.count("Self CPU time total") == 2 * (part == "profile")
     assert all("aten::convolution" in {e.get("name") for e in trace["traceEvents"]} for trace in traces)

@@ -47,7 +47,7 @@ from tools.same_runs import assert_equal_to_the_bit, final_state
 IMAGENET = (
     "data.split.file=null criterion.unsupervised_batch_size=176 criterion.supervised_imgs_per_class=8 "
     "optimization.warmup=0",
-    "model.name=resnet_tiny data.augmentation.size=32 data.augmentation.blur=0 "
+    "model.name=resnet_tiny data.augmentation.size=32 data.augmentation.blur=0 data.prefetch=1 "
     "criterion.unsupervised_batch_size=8 criterion.supervised_imgs_per_class=2",
 )
 # A ResNet-50 with the CIFAR stem at 32 pixels:
@@ -181,7 +181,7 @@ def profile(options: Namespace) -> int:
     config = load_config("in1k_10pct", overrides(IMAGENET, options.folder, device, small))
     # Batches that were prepared while the profiler started are used up by its first steps. A trace has few steps more:
     # its file has to be small enough to be copied from a lent machine.
-    steps, ahead = 2 if small else 5, config.data.prefetch + 1
+    steps, ahead = 1 if small else 5, config.data.prefetch + 1
     # The CPU's operators are left out on a GPU: to record them slows the host down.
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
     with join(config.meta.device) as place:
@@ -233,9 +233,9 @@ def start(options: Namespace) -> int:
     """Run `fastsuncet train` with an empty cache, then again under Python's profiler; time what it prints."""
     words, codes = overrides(START, options.folder, options.device, options.quick), []
     calls = options.folder / "start.pstats"
-    # A rehearsal does not compile the view operator anew.
     cache = {} if options.quick else {"FASTSUNCET_CACHE": str(options.folder / "cache")}
-    for name, profiler in (("first", ()), ("second", ("-m", "cProfile", "-o", str(calls)))):
+    # A rehearsal has the second run alone: its cache is not empty, so that it does not compile the view operator anew.
+    for name, profiler in (("first", ()), ("second", ("-m", "cProfile", "-o", str(calls))))[options.quick :]:
         command = [sys.executable, "-u", *profiler, "-m", "fastsuncet", "train", "in1k_10pct", *words]
         settings: dict[str, Any] = {"env": {**os.environ, **cache}, "text": True, "stderr": subprocess.STDOUT}
         print(f"the {name} run:\n\n```", flush=True)
