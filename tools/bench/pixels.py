@@ -83,7 +83,7 @@ def measure(options: Namespace) -> int:
     engines = [name for name in ENGINES if name in (options.engines or ENGINES)]
     blurs, batch, rounds = list(TARGETS), 16, options.rounds
     if options.quick:
-        engines, blurs, batch, rounds = ["tensors", "view_operator"], ["23"], 2, 2
+        engines, blurs, batch, rounds = ["tensors", "view_operator"], ["23"], 1, 2
     if (reason := use.unavailable()) is not None and use.kept() is None:
         print(f"left out: the view operator, which cannot be built here: {reason}\n")
         engines = [engine for engine in engines if engine != "view_operator"]
