@@ -20,6 +20,7 @@ import nvidia.dali.fn as fn
 import nvidia.dali.math as dmath
 import nvidia.dali.types as types
 from nvidia.dali import Pipeline, pipeline_def
+from nvidia.dali.pipeline import do_not_convert
 
 from pipelines.dali.view_operator.build import kernels
 from pipelines.sampling.augmentation import Augmentation, Center, CenterParams, ViewParams
@@ -176,6 +177,7 @@ def fits_view_operator(augmentations: Sequence[Augmentation | Center]) -> bool:
     )
 
 
+@do_not_convert  # it has no condition of a graph: to look for one takes 0.4 s
 def view_inputs(augmentation: Augmentation | Center) -> dict[str, Callable[[Any], np.ndarray]]:
     """Return the arrays that one view's graph takes: name -> how to get it from ViewParams or CenterParams.
 
