@@ -109,12 +109,12 @@ def test_docs_quote_messages_as_the_source_has_them():
 
 @pytest.mark.slow
 def test_docs_notebook_runs(tmp_path, monkeypatch):
-    """With 20 updates instead of 160, which changes only its numbers and pictures."""
+    """With 4 updates instead of 160, which changes only its numbers and pictures."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")
     text = (ROOT / "docs" / "notebooks" / "first_run.ipynb").read_text(encoding="utf-8")
     names: dict = {}
-    fewer = r'steps=20", "optimization.warmup=0", "logging.log_every=5'.replace('"', r"\"")
+    fewer = r'steps=4", "optimization.warmup=0", "logging.log_every=1'.replace('"', r"\"")
     for cell in json.loads(text.replace("steps=160", fewer))["cells"]:
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
