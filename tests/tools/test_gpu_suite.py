@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
 import time
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from pipelines.sampling.augmentation import Augmentation
-from tests.support.ranks import is_alive, run_code
+from tests.support.ranks import is_alive
 from tools.gpu import suite as gpu_suite
 from tools.gpu import workloads
 from tools.gpu.suite import PARTS, Options, Part, suite
@@ -167,12 +168,11 @@ def test_resume_compares_two_runs_and_returns_1_if_they_differ(images, monkeypat
 def test_suite_collects_its_tests_and_imports_its_parts_on_a_bare_machine(tmp_path):
     """Packages that the tests of this repository use, and that a machine with torch and pytest need not have."""
     absent = "hypothesis sklearn scipy matplotlib pytest_timeout lightly".split()  # noqa: SIM905
-    words = gpu_suite.gpu_tests(Options("cuda", False, tmp_path, tmp_path))[2:]
     # None in sys.modules is an ImportError.
-    code = f"""import sys, pytest
-absent = {absent}
-sys.modules.update(dict.fromkeys([*absent, *(n for n in sys.modules if n.partition(".")[0] in absent)]))
-import tools.gpu.workloads
-sys.exit(pytest.main({[*words, "--collect-only"]}))"""
-    exit_code, printed = run_code(code, ROOT, ROOT, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
-    assert exit_code == 0 and "test_every_kernel_agrees" in printed, printed[-2000:]
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({absent!r}))")
+    bare = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    words = gpu_suite.gpu_tests(Options("cuda", False, tmp_path, tmp_path))
+    code = f"import sys, pytest, tools.gpu.workloads; sys.exit(pytest.main({[*words[2:], '--collect-only']}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=bare, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "test_every_kernel_agrees" in done.stdout
