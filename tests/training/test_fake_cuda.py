@@ -64,6 +64,8 @@ def watched(config: Config, monkeypatch, *, labeled: int = S) -> Watch:
 )
 def test_step_of_any_method_stays_on_the_gpu(tmp_path, monkeypatch, method, precision):
     """With keys that get gradient as with keys that get none, and either mean of the labeled loss, in turn."""
+    # One block: a whole network steps below.
+    monkeypatch.setitem(resnet.NETWORKS, "resnet_tiny", partial(resnet.ResNet, resnet.BasicBlock, 64, (1,)))
     options = ("criterion.keys=detached", "criterion.average=class") if precision == "fp16" else ()
     config = small(tmp_path, method, f"meta.precision={precision}", *options)
     watch = watched(config, monkeypatch, labeled=S if config.criterion.supervised else 0)
@@ -75,7 +77,7 @@ def test_step_of_any_method_stays_on_the_gpu(tmp_path, monkeypatch, method, prec
 
 
 def test_step_of_a_large_network_is_channels_last(tmp_path, monkeypatch):
-    narrow_resnet50(monkeypatch, 64, blocks=(2, 1, 1, 1))
+    narrow_resnet50(monkeypatch, 8, blocks=(2, 1, 1, 1))
     options = ("meta.precision=fp16", "model.name=resnet50", "model.fused_batchnorm=true")
     watch = watched(small(tmp_path, "SimCLR + SuNCEt", *options), monkeypatch)
     assert watch.mixed == [] and set(watch.convolutions) == {(torch.float16, True, True)}
