@@ -328,24 +328,24 @@ def build_model(
     The weights depend on the arguments alone and are drawn on the CPU: every rank builds the same ones, for
     any device. On the device "meta" there are shapes and no weights, which costs no time and no memory.
     """
-    by_timm = name.startswith(TIMM)
+    without_weights = torch.device(device).type == "meta"
+    # timm's networks have parameters that only timm knows how to draw.
+    drawn_by_timm = name.startswith(TIMM) and not without_weights
     # Shapes only: the libraries would draw weights, which costs seconds and moves the global random state.
     with torch.device("meta"):
         width = width_of(name)
         model = Model(
-            _encoder(name, stem),
+            nn.Module() if drawn_by_timm else _encoder(name, stem),
             _projection_head(width, hidden, output, head_batchnorm, head_layers),
             width,
             None if classes is None else nn.Linear(width, classes),
             None if prototypes is None else nn.Linear(output, prototypes, bias=False),
             _prediction_head(output) if prediction_head else nn.Identity() if predicts else None,
         )
-    if torch.device(device).type == "meta":
+    if without_weights:
         return model
-    if by_timm:
-        model.encoder = nn.Module()  # timm's networks have parameters that only timm knows how to draw
     initialize(zeroed(model), seed)
-    if by_timm:
+    if drawn_by_timm:
         from fastsuncet.models import timm_backbone
 
         model.encoder = timm_backbone.create(name, "cpu", seed)
