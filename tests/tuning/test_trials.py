@@ -43,8 +43,8 @@ def test_trials_have_the_shapes_of_the_runs_own_step():
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_trial_of_a_resnet50_passes_right_arithmetic_and_no_mistake(monkeypatch, precision):
-    """On every shape of the run's network, at 64 pixels."""
-    config, sizes = paper(1, "data.augmentation.size=64", f"meta.precision={precision}")
+    """On every shape of the run's network, at 32 pixels."""
+    config, sizes = paper(1, "data.augmentation.size=32", f"meta.precision={precision}")
     small = replace(sizes, local_unlabeled=3, classes_per_batch=2, supervised_steps=0)
     prove, sums = trials.norm(config, small).prove, norm_kernel._sums
     with on_the_host(norm_kernel):
