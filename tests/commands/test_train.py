@@ -20,6 +20,7 @@ from tests.support.runs import SMALL, tiny_config
 from tests.support.runs import train as run
 
 ROOT = Path(__file__).resolve().parents[2]
+PLAIN_COLORS = "data.augmentation.strength=0"
 DRY = ["train", "digits_demo", "--dry-run=step", *SMALL]
 
 
@@ -37,7 +38,8 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
 
     monkeypatch.setattr(Place, "on_gpu", True)
     monkeypatch.setattr(paths, "choose", choose)
-    config = tiny_config(tmp_path, "optimization.steps=2", "optimization.warmup=0")
+    # The graph of colors by DALI's operators takes a second of each run.
+    config = tiny_config(tmp_path, "optimization.steps=2", "optimization.warmup=0", PLAIN_COLORS)
     run(config)
     said = capsys.readouterr().out
     assert "speed    x.cu; not y.cu: slower; not torch.compile: " in said and "complete" not in said
@@ -139,7 +141,7 @@ def test_start_imports_and_reads_only_what_it_needs(tmp_path):
     digits are in a package.
     """
     pytest.importorskip("nvidia.dali")
-    small = (*SMALL, "model.name=resnet18", "criterion.unsupervised_batch_size=8", "checkpoint.export=[]")
+    small = (*SMALL, "criterion.unsupervised_batch_size=8", "checkpoint.export=[]", PLAIN_COLORS)
     # Without the view operator, which is compiled for minutes in an empty home.
     quick = ("data.view_operator=false", "optimization.steps=2", "optimization.warmup=0")
     words = ["train", "digits_demo", *small, *quick, f"logging.folder={tmp_path / 'runs'}"]
