@@ -24,6 +24,12 @@ def narrow_resnet50(patch: pytest.MonkeyPatch, channels: int, blocks=(3, 4, 6, 3
     patch.setitem(resnet.WIDTHS, "resnet50", 32 * channels)
 
 
+def one_block(patch: pytest.MonkeyPatch) -> None:
+    """Let `resnet_tiny` have one block, for a test of what follows the encoder."""
+    patch.setitem(resnet.NETWORKS, "resnet_tiny", partial(resnet.ResNet, resnet.BasicBlock, 8, (1,)))
+    patch.setitem(resnet.WIDTHS, "resnet_tiny", 8)
+
+
 def give_gradients(network, seed):
     generator = torch.Generator().manual_seed(seed)
     for p in network.parameters():

@@ -22,7 +22,7 @@ from fastsuncet.training.step import build, train_step
 from fastsuncet.tuning.rungs import candidates
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
 from tests.support.methods import METHODS, small
-from tests.support.networks import narrow_resnet50
+from tests.support.networks import narrow_resnet50, one_block
 from tools.bench import step_bench
 
 pytestmark = pytest.mark.slow
@@ -64,8 +64,7 @@ def watched(config: Config, monkeypatch, *, labeled: int = S) -> Watch:
 )
 def test_step_of_any_method_stays_on_the_gpu(tmp_path, monkeypatch, method, precision):
     """With keys that get gradient as with keys that get none, and either mean of the labeled loss, in turn."""
-    # One block: a whole network steps below.
-    monkeypatch.setitem(resnet.NETWORKS, "resnet_tiny", partial(resnet.ResNet, resnet.BasicBlock, 64, (1,)))
+    one_block(monkeypatch)  # a whole network steps below
     options = ("criterion.keys=detached", "criterion.average=class") if precision == "fp16" else ()
     config = small(tmp_path, method, f"meta.precision={precision}", *options)
     watch = watched(config, monkeypatch, labeled=S if config.criterion.supervised else 0)

@@ -18,6 +18,7 @@ from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.training import methods
 from fastsuncet.training.step import build, in_float32, train_step
 from tests.support.methods import METHODS, small
+from tests.support.networks import one_block
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_to_the_bit
 from tests.support.steps import CPU, S, U, batch_of
@@ -102,8 +103,9 @@ def test_streams_copy_to_a_gpu_from_pinned_memory(monkeypatch, device, pinned):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_step_returns_each_loss_gradient_norm_and_changes_no_bit(tmp_path, method, precision):
+def test_step_returns_each_loss_gradient_norm_and_changes_no_bit(tmp_path, monkeypatch, method, precision):
     """The norms are those of each loss alone, and the weights those of a step that does not watch."""
+    one_block(monkeypatch)
     config = small(tmp_path, method, f"meta.precision={precision}")
     batch = batch_of(config, S if config.criterion.supervised else 0)
     ours, network, optimizer, method = build(config, Place(0, 1, CPU), 10, range(1, 11))
