@@ -50,7 +50,7 @@ pytestmark = pytest.mark.slow
 
 
 EVALUATED = "evaluation.knn_every_epochs=10"
-LONGER = ("optimization.steps=40", EVALUATED, "criterion.unsupervised_batch_size=96")
+LONGER = ("optimization.steps=40", EVALUATED, "criterion.unsupervised_batch_size=64")
 
 
 def test_training_lowers_both_losses_and_raises_knn_accuracy(tmp_path, capfd):
