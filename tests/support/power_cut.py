@@ -168,10 +168,20 @@ def crash_at_every_syscall(
 ) -> list[str]:
     """Crash `write(folder)`, which changes a folder that is as `before`, and `look(folder)` at what is left each time.
 
-    It is killed before each system call and half through each write, and its power is cut after each call. Return the
-    calls of a whole write, the last one of which leaves the new content on any disk.
+    It is killed before each system call and half through each write, and its power is cut after each call. What several
+    of these crashes leave alike is looked at once. Return the calls of a whole write, the last one of which leaves the
+    new content on any disk.
     """
-    scratch = before.with_name(f"{before.name}-crashed")
+    scratch, seen = before.with_name(f"{before.name}-crashed"), set()
+
+    def look_once(folder: Path) -> None:
+        paths = sorted(folder.rglob("*"))
+        left = tuple((path.relative_to(folder), path.is_file() and path.read_bytes()) for path in paths)
+        if left not in seen:
+            seen.add(left)
+            look(folder)
+        shutil.rmtree(folder)
+
     shutil.copytree(before, scratch / "whole")
     calls = die_at(lambda: write(scratch / "whole"), 100_000)
     for fatal, name in enumerate(calls):
@@ -179,20 +189,16 @@ def crash_at_every_syscall(
             folder = scratch / f"{fatal}-{half}"
             shutil.copytree(before, folder)
             assert die_at(lambda folder=folder: write(folder), fatal, half) == calls[:fatal]
-            look(folder)
-            shutil.rmtree(folder)
+            look_once(folder)
 
     if not power_cuts:
         return calls
 
     def look_at_disks(watched: Watched) -> None:
         for _, disk in watched.disks(scratch):
-            look(disk)
-            shutil.rmtree(disk)
+            look_once(disk)
 
     shutil.copytree(before, scratch / "watched")
-    with watch(scratch / "watched", look_at_disks) as watched:
+    with watch(scratch / "watched", look_at_disks):
         write(scratch / "watched")
-    for _, disk in watched.disks(scratch):
-        look(disk)
     return calls
