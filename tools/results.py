@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 
 from fastsuncet.commands.report.compute_saved import cell, percent
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, Seeds
-from fastsuncet.commands.report.figures import STYLE, draw_groups, write
+from fastsuncet.commands.report.figures import DPI, STYLE, draw_groups, write
 from fastsuncet.commands.report.tables import markdown
 from pipelines.output import counted
 from tools import points
@@ -554,7 +554,7 @@ def draw(path: Path, picture: Path) -> None:
         return
     rows, columns = len(every), len(shown) // len(every)
     with rc_context(STYLE):
-        figure = Figure(figsize=(max(6, 4.5 * columns), 3.6 * rows + 0.9), layout="constrained")
+        figure = Figure(figsize=(max(6, 4.5 * columns), 3.6 * rows + 0.9), dpi=DPI)
         figure.suptitle(", ".join(EXPERIMENTS[path.parent.name][:2]))
         for axes, (heading, study) in zip(figure.subplots(rows, columns, squeeze=False).flat, shown.items()):
             apart = (points.UNTRAINED, *ALONE.values())

@@ -45,29 +45,31 @@ def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -
     if problem := drawing_problem():
         raise ConfigError(problem)
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     require_picture(path)
     require_packages(config)
     refuse_existing(path, force)
     rows = sheet(config, step)
     height, width = len(rows), max(len(pictures) for _, pictures in rows)
-    figure = Figure(figsize=(1.3 * width + 1.2, 1.45 * height + 0.3), layout="constrained")
+    figure = Figure(figsize=(1.3 * width + 1.2, 1.45 * height + 0.3), dpi=110)
     axes = figure.subplots(height, width, squeeze=False)
     for axis in axes.ravel():
         axis.set_axis_off()
     for line, (title, pictures) in zip(axes, rows):
         for axis, (picture, caption) in zip(line, pictures):
             axis.imshow(picture, interpolation="nearest")
-            axis.set_title(short_name(caption), fontsize=7, pad=2, parse_math=False)
+            axis.set_title(short_name(caption), y=1, fontsize=7, pad=2, parse_math=False)
         line[0].text(-0.12, 0.5, title, transform=line[0].transAxes, ha="right", va="center", fontsize=9)
     figure.suptitle(f"{config.logging.write_tag}, step {step}", fontsize=10)
+    ConstrainedLayoutEngine().execute(figure)
     picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format=path.suffix.lower().removeprefix("."))
+    figure.savefig(picture, format=path.suffix.lower().removeprefix("."))
     with disk_errors(path, "--output"):
         atomic_files.make_folder(path.parent)
         atomic_files.replace(path, picture.getvalue())
     if config.logging.trackers:
-        figure.savefig(png := io.BytesIO(), dpi=110, format="png")
+        figure.savefig(png := io.BytesIO(), format="png")
         pixels = np.asarray(Image.open(png).convert("RGB"))
         with Trackers(config, config.run_folder) as trackers:
             trackers.tell(lambda tracker: tracker.picture("views", pixels, step))

@@ -47,6 +47,7 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     predicted = sorted({name for of in classes.values() for name in of["predicted"]})
     names = list(dict.fromkeys([*classes, *predicted]))
@@ -65,7 +66,7 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     right, wrong = both
     if len(names) > DOTS:
         wrong = np.lib.stride_tricks.sliding_window_view(np.pad(wrong, 1), (3, 3)).max((2, 3))
-    figure = Figure(figsize=(14, 8.4), layout="constrained")
+    figure = Figure(figsize=(14, 8.4), dpi=150)
     matrix, text = figure.subplots(1, 2, width_ratios=(9, 5))
     # The square root makes a class of which one image in fifty is wrong visible.
     scale, edge = PowerNorm(0.5, 0, 1), len(names) - 0.5
@@ -91,7 +92,8 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     stream = io.BytesIO()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        figure.savefig(stream, format="png", dpi=150)
+        ConstrainedLayoutEngine().execute(figure)
+        figure.savefig(stream, format="png")
     if any("missing from font" in str(each.message) for each in found):
         say_line(
             "note     names have letters that matplotlib's fonts lack: they are boxes in the picture. The line "

@@ -18,6 +18,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fastsuncet.commands.report.compute_saved import Saving, crossing, reached
@@ -87,7 +88,7 @@ def draw_panel(panel: Panel, metric: str, folder: Path, name: str = "") -> list[
     rows = -(-len(costs) // columns)
     with rc_context(STYLE):
         size = (3.5 * columns + 0.4, 2.75 * rows + 0.9) if len(costs) > 1 else (6, 4.65)
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=size, dpi=DPI)
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False).ravel()
         for axes, cost in zip(grid, costs):
             draw_groups(axes, panel.baseline, groups, metric, cost)
@@ -155,7 +156,7 @@ def draw_lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
     # Pictures of one page share its names: without a salt of its own, one's clip path would cut another.
     style: dict[Any, Any] = {**STYLE, "grid.color": "black", "grid.alpha": 0.1, "svg.hashsalt": title}
     with rc_context(style):
-        figure = Figure(figsize=(4.2, 2.3), layout="constrained")
+        figure = Figure(figsize=(4.2, 2.3), dpi=DPI)
         axes = figure.subplots()
         for i, (label, points) in enumerate(curves.items()):
             few = {"marker": MARKERS[i], "markersize": 4} if len(points) <= 30 else {}
@@ -169,6 +170,7 @@ def draw_lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
         if len(curves) > 1:  # above the panel, where no curve is
             above: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.98), "borderaxespad": 0}
             axes.legend(ncols=len(curves), columnspacing=1, handlelength=1.8, fontsize=8, **above)
+        ConstrainedLayoutEngine().execute(figure)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     ends = ", ".join(f"{label} {points[-1][1]:.4g}" for label, points in curves.items())
@@ -195,7 +197,7 @@ def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path)
     names = [_row_name(*row) for row in rows]
     with rc_context(STYLE):
         height = 0.275 * sum(name.count("\n") + 1 for name in names) + 1.6
-        figure = Figure(figsize=(7, height), layout="constrained")
+        figure = Figure(figsize=(7, height), dpi=DPI)
         axes = figure.subplots()
         for y, (row, cells) in enumerate(rows.items()):
             for (cost, rule), seeds in cells.items():
@@ -253,12 +255,13 @@ def write(figure: Figure, stem: Path, formats: Sequence[str] = ("png", "svg")) -
     rows = -(-len(lines) // columns)
     figure.set_figheight(figure.get_figheight() + 0.2 * max(0, rows - 6))  # of a long legend
     figure.legend(handles.values(), labels, loc="outside lower center", ncols=columns)
+    # With an engine of its own, the figure would be drawn twice for each file.
+    ConstrainedLayoutEngine().execute(figure)
     paths = [stem.with_name(f"{stem.name}.{each}") for each in formats]
     for path, each in zip(paths, formats):
         # matplotlib writes its version into a PNG and the date into an SVG: a picture changes with its numbers only.
         metadata = {"Software": None} if each == "png" else {"Date": None, "Creator": None}
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=each, dpi=DPI, metadata=metadata)
-        figure.set_layout_engine("none")  # the layout is the same in both formats
+        figure.savefig(buffer, format=each, metadata=metadata)
         atomic_files.replace(path, buffer.getvalue())
     return paths
