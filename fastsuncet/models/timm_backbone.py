@@ -29,10 +29,9 @@ def create(name: str, device: str, seed: int = 0) -> Any:
     """
     import timm  # seconds, only where a network is timm's
 
-    known = timm.list_models()
     short = name.removeprefix(TIMM)
-    if short not in known:
-        near = get_close_matches(short, known, 3)
+    if short not in timm.list_models(short):
+        near = get_close_matches(short, timm.list_models(), 3)
         hint = f"; did you mean {' or '.join(TIMM + each for each in near)}?" if near else ""
         raise ConfigError(f"model.name: timm {timm.__version__} has no network {short}{hint}")
     options = {"pretrained": False, "num_classes": 0}
