@@ -28,7 +28,7 @@ def config():
 
 
 @functools.cache
-def trained(name="resnet18", stem="imagenet") -> torch.nn.Module:
+def trained(name="resnet_tiny", stem="imagenet") -> torch.nn.Module:
     """Return a model whose BatchNorm statistics are not the initial ones."""
     model = build_model(name, stem=stem, seed=3)
     model.train()(IMAGES)
@@ -41,7 +41,7 @@ def outputs(module: torch.nn.Module) -> torch.Tensor:
 
 
 def save_run(folder, config, *steps, model=None) -> torch.nn.Module:
-    model = model or trained("resnet_tiny")
+    model = model or trained()
     for step in steps:
         ledger = {"views": step * 64, "updates": step, "petaflops": 0.1, "seconds": 1.5}
         meta = {"config": config.canonical(), "ledger": ledger, "epoch": step / 4, "world_size": 1}
@@ -168,7 +168,7 @@ def test_load_encoder_reads_the_authors_checkpoints(tmp_path, config, layout, pr
     path = tmp_path / "suncet-latest.pth.tar"
     torch.save(content, path)
     encoder = load_encoder(path, config)
-    assert (encoder.name, encoder.stem, encoder.width) == ("resnet18", "imagenet", 512)
+    assert (encoder.name, encoder.stem, encoder.width) == ("resnet_tiny", "imagenet", 64)
     assert torch.equal(outputs(encoder.module), outputs(network))
     assert read_weights(path).classifier is None, "a projection head is no classifier"
 
@@ -176,17 +176,17 @@ def test_load_encoder_reads_the_authors_checkpoints(tmp_path, config, layout, pr
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
-    [{}, {"fc.weight": torch.ones(7, 99)}, {"fc.bias": torch.ones(3)}, {"fc.weight": torch.ones(7, 512, 1)}],
+    [{}, {"fc.weight": torch.ones(7, 99)}, {"fc.bias": torch.ones(3)}, {"fc.weight": torch.ones(7, 64, 1)}],
     ids=["fits", "other width", "other bias", "a convolution"],
 )
 def test_load_encoder_keeps_a_classifier_that_fits(tmp_path, config, other):
-    network = torchvision.models.resnet18(num_classes=7)
-    torch.save({"model": network.state_dict() | other}, tmp_path / "weights.pth")
+    fc = {"fc.weight": torch.randn(7, 64), "fc.bias": torch.randn(7)}
+    torch.save({"model": trained().encoder.state_dict() | fc | other}, tmp_path / "weights.pth")
     classifier = load_encoder(tmp_path / "weights.pth", config).classifier
     assert (classifier is None) == bool(other)
     if classifier is not None:
-        assert torch.equal(classifier.weight, network.fc.weight)
-        assert torch.equal(classifier.bias, network.fc.bias)
+        assert torch.equal(classifier.weight, fc["fc.weight"])
+        assert torch.equal(classifier.bias, fc["fc.bias"])
 
 
 def without(state: dict, *parts: str) -> dict:
@@ -201,13 +201,13 @@ def changed(change):
     return lambda state: state | {"bn1.weight": change(state["bn1.weight"])}
 
 
-# What the file holds instead of a ResNet-18's state -> what the message says.
+# What the file holds instead of the state of a resnet_tiny, a block in each of three stages, -> what the message says.
 SPOILED = {
-    "another depth": (plus("layer3.2.conv1.weight", 256, 256, 3, 3), r"2-2-3-2 blocks of two.*resnet50"),
-    "another width": (plus("layer1.0.conv1.weight", 8, 64, 3, 3), r"conv1\.weight is \(8, .*expected \(64, "),
+    "another depth": (plus("layer3.1.conv1.weight", 64, 64, 3, 3), r"1-1-2 blocks of two.*resnet50"),
+    "another width": (plus("layer1.0.conv1.weight", 8, 16, 3, 3), r"conv1\.weight is \(8, .*expected \(16, "),
     "another family": (lambda s: {"features.0.weight": torch.ones(8, 3)}, r"no ResNet.*features\.0\.weight"),
-    "missing keys": (lambda s: without(s, "layer4.1.conv1"), r"missing: layer4\.1\.conv1\.weight"),
-    "a stage too few": (lambda s: without(s, "layer4"), "2-2-2 blocks"),
+    "missing keys": (lambda s: without(s, "layer3.0.conv1"), r"missing: layer3\.0\.conv1\.weight"),
+    "a stage too few": (lambda s: without(s, "layer3"), "1-1 blocks"),
     "extra layers": (plus("attnpool.weight", 1), r"other keys than conv1.*attnpool\.weight"),
     "extra in a block": (plus("layer1.0.se.weight", 1), r"not in this network: layer1\.0\.se\.weight"),
     "no statistics": (lambda s: without(s, "running_", "num_batches"), "no BatchNorm statistics"),
@@ -256,7 +256,7 @@ def test_load_encoder_refuses_bytes_that_are_no_weights(tmp_path, config, conten
 
 
 def test_load_encoder_runs_no_pickle_and_says_how_to_convert_it(tmp_path, config):
-    state = trained("resnet_tiny").encoder.state_dict()
+    state = trained().encoder.state_dict()
     torch.save({"state_dict": state, "args": argparse.Namespace(lr=1)}, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match=r"argparse\.Namespace.*nothing of it was read") as caught:
         load_encoder(tmp_path / "w.pth", config)
