@@ -1,5 +1,6 @@
 """A saved run of a ResNet-18."""
 
+import functools
 from pathlib import Path
 
 import torch
@@ -9,23 +10,29 @@ from fastsuncet.config import load_config
 from fastsuncet.models.resnet import build_model
 from tests.support.runs import CONFIGS
 
-IMAGES = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 CLASSES = [f"class {i}" for i in range(4)]
 NORMALIZED = ("data.augmentation.mean=[0.5, 0.4, 0.3]", "data.augmentation.std=[0.2, 0.3, 0.4]")
 SIZE = "data.augmentation.size=112"
+
+
+@functools.cache
+def built(name: str, stem: str, classes: int | None) -> torch.nn.Module:
+    """Return a model whose BatchNorm statistics are not the initial ones."""
+    model = build_model(name, stem, 32, 16, classes=classes, seed=3)
+    model.train()(IMAGES)
+    return model.eval()
 
 
 def save_run(folder: Path, *overrides: str, classes: int | None = None) -> torch.nn.Module:
     """Save one checkpoint in `folder` and return its model; with `classes` it is that of a fine-tuning."""
     words = ["model.name=resnet18", f"logging.folder={folder.parent}", *NORMALIZED, SIZE, *overrides]
     config = load_config(CONFIGS / "in1k_10pct.yaml", [*words, f"logging.write_tag={folder.name}"])
-    m = config.model
-    model = build_model(m.name, m.stem, 32, 16, classes=classes, seed=3)
-    model.train()(IMAGES)  # other BatchNorm statistics than the initial ones
+    model = built(config.model.name, config.model.stem, classes)
     ledger = {"views": 64, "updates": 7, "petaflops": 0.1, "seconds": 1.5}
     meta = {"config": config.canonical(), "ledger": ledger, "epoch": 1.5, "world_size": 1}
     if classes:
         meta["classes"] = CLASSES[:classes]
         meta["encoder"] = {"source": "a", "step": 5, "epoch": 1.0, "method": "SimCLR", "ledger": ledger}
     manager.save(folder / "checkpoints", 7, model=model.state_dict(), state={}, meta=meta, keep=9)
-    return model.eval()
+    return model
