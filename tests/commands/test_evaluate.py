@@ -174,7 +174,7 @@ def test_evaluate_refuses_wrong_input_and_writes_nothing(
 
 
 def test_evaluate_reports_a_fit_that_did_not_converge(folder, capsys):
-    words = ("linear.max_iterations=2", "linear.strength=auto", "--step", "10")
+    words = ("linear.max_iterations=2", "linear.strength=auto", "data.split.fraction=0.02", "--step", "10")
     code, out, _ = evaluate(folder, capsys, "linear", *words)
     assert code == 0 and "NOT fitted: after 2 iterations" in out
     setting = results(folder)["linear 10"]["setting"]

@@ -170,7 +170,7 @@ def test_finetune_from_the_linear_classifier_ends_at_the_mean_of_first_and_last(
 
 def test_finetune_of_a_young_encoder_is_no_worse_than_the_linear_classifier(runs, monkeypatch):
     """After ten updates BatchNorm's statistics are not those of a batch: the mean with the start was 10 % right."""
-    monkeypatch.setattr(job, "LEAST_UPDATES", 60)
+    monkeypatch.setattr(job, "LEAST_UPDATES", 20)
     assert run(runs, *LINEAR, "finetune.batch_size=80") == 0
     (record,) = results(runs)
     assert record["metrics"]["top1"] > record["frozen"]["linear"] - 0.01

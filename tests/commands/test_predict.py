@@ -245,7 +245,7 @@ def test_nearest_neighbors_are_pawss_with_a_temperature_that_keeps_the_order():
 
 def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, capsys, monkeypatch):
     """There are no validation images: five folds measure it. A stop within them continues to the same record."""
-    monkeypatch.setattr(job, "LEAST_UPDATES", 4)
+    monkeypatch.setattr(job, "LEAST_UPDATES", 2)
     Path("mine.yaml").write_text(load_encoder(run).trained.to_yaml())
     tune = ["finetune", "mine.yaml", "logging.write_tag=run", "finetune.epochs=1", "finetune.lr=0.001"]
     tune += ["finetune.head=linear"]
