@@ -25,6 +25,7 @@ criterion: {temperature: 0.1, unsupervised_batch_size: 4, supervised_epochs: all
   supervised_imgs_per_class: 2}
 optimization: {optimizer: adamw, steps: 1, lr: 0.001}
 checkpoint: {export: []}
+linear: {strength: 1}
 """
 OWN = RUN.replace("root: photos", "root: own")
 NAMES = [f"{i:02}.jpg" for i in range(12)]

@@ -222,9 +222,9 @@ def test_init_weights(photos, monkeypatch, capsys):
     assert cli.main(["init", "photos", "--labels", "labels.csv"]) == 0
     config = load_config("mine.yaml")
     assert (config.model.name, config.model.init) == ("resnet18", "timm")
-    assert cli.main(["init", "photos", "--weights", "convnext_tiny", "--output", "b.yaml"]) == 0
+    assert cli.main(["init", "photos", "--weights", "test_resnet", "--output", "b.yaml"]) == 0
     config = load_config("b.yaml")
-    assert (config.model.name, config.data.augmentation.std) == ("timm/convnext_tiny", (0.2, 0.2, 0.2))
+    assert (config.model.name, config.data.augmentation.std) == ("timm/test_resnet", (0.2, 0.2, 0.2))
     why = "timm's published weights of resnet18 cannot be downloaded"
     offline = ConfigError(f"model.init: {why}: OSError: x\nConnect")
     monkeypatch.setattr(timm_backbone, "published", mock.Mock(side_effect=offline))
