@@ -77,14 +77,15 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     matrix.xaxis.set_label_position("top")
     if len(names) <= NAMED:
         size = 11 if len(names) <= NUMBERED else 7
-        matrix.set_xticks(range(len(names)), _shown(names), rotation=90, fontsize=size, parse_math=False)
-        matrix.set_yticks(range(len(names)), _shown(names), fontsize=size, parse_math=False)
+        shown = list(map(_shown, names))
+        matrix.set_xticks(range(len(names)), shown, rotation=90, fontsize=size, parse_math=False)
+        matrix.set_yticks(range(len(names)), shown, fontsize=size, parse_math=False)
     if len(names) <= NUMBERED:
         for (row, at, images), share in zip(cells, shares):
             color = "white" if share > 0.35 else "black"
             matrix.text(at, row, f"{images:,}", ha="center", va="center", color=color, fontsize=10)
     text.set_axis_off()
-    lines = "\n".join(_most_confused(true, other, count, _shown(names)))
+    lines = "\n".join(_most_confused(true, other, count, names))
     style = {"va": "top", "family": ["monospace", "sans-serif"], "fontsize": 9, "parse_math": False}
     # Out of the layout, which would else make both sides wider than the picture and cut the names below the matrix.
     text.text(0, 1, lines, **style, transform=text.transAxes).set_in_layout(False)
@@ -102,10 +103,10 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     return stream.getvalue()
 
 
-def _shown(names: list[str]) -> list[str]:
-    """Return names that can be drawn, of long ones both ends: names of folders are bytes, and can hold line breaks."""
-    cut = (name if len(name) <= LONGEST else f"{name[:9]}…{name[-(LONGEST - 10) :]}" for name in names)
-    return ["".join(x if x.isprintable() else "?" for x in name) for name in cut]
+def _shown(name: str) -> str:
+    """Return a name that can be drawn, of a long one both ends: a folder's name is bytes, and can hold line breaks."""
+    cut = name if len(name) <= LONGEST else f"{name[:9]}…{name[-(LONGEST - 10) :]}"
+    return "".join(x if x.isprintable() else "?" for x in cut)
 
 
 def _most_confused(true: np.ndarray, other: np.ndarray, count: np.ndarray, names: list[str]) -> list[str]:
@@ -115,7 +116,10 @@ def _most_confused(true: np.ndarray, other: np.ndarray, count: np.ndarray, names
     """
     wrong, images = true != other, np.bincount(true, count, len(names)).astype(int)
     pairs = [i for i in np.lexsort((other, true, -count)) if wrong[i]][:PAIRS]
-    lines = [f"{count[i]:>5,} of {images[true[i]]:>5,}  {names[true[i]]} as {names[other[i]]}" for i in pairs]
+    lines = [
+        f"{count[i]:>5,} of {images[true[i]]:>5,}  {_shown(names[true[i]])} as {_shown(names[other[i]])}"
+        for i in pairs
+    ]
     accuracy = np.bincount(true[~wrong], count[~wrong], len(names)) / np.maximum(1, images)
     worst = [i for i in np.argsort(accuracy, kind="stable") if images[i]][:WORST]
     return [
@@ -123,5 +127,5 @@ def _most_confused(true: np.ndarray, other: np.ndarray, count: np.ndarray, names
         *lines,
         "",
         "least accurate classes",
-        *(f"{100 * accuracy[i]:>5.1f} % of {images[i]:>5,}  {names[i]}" for i in worst),
+        *(f"{100 * accuracy[i]:>5.1f} % of {images[i]:>5,}  {_shown(names[i])}" for i in worst),
     ]
