@@ -106,6 +106,7 @@ def test_suggest_names_and_shows_images_that_have_no_file(tmp_path):
     made = ("kind=synthetic", "root=null", "synthetic.images=20", "synthetic.size=8", "split.kind=bernoulli")
     save_run(
         tmp_path / "run",
+        "model.name=resnet_tiny",
         *(f"data.{each}" for each in made),
         "data.split.file=null",
         "data.split.fraction=0.1",
