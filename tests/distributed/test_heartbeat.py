@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -119,19 +118,22 @@ def test_heartbeat_of_ranks_that_make_steps_says_nothing(hearts):
     assert [(said, ended) for _, said, ended in hearts] == [([], []), ([], [])]
 
 
-@pytest.mark.slow
 def test_heartbeat_begins_at_once_where_the_store_is_gone(monkeypatch):
-    """kill -9 of the agent while its ranks start: they must hear the SIGTERM that follows."""
-    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = dist.TCPStore("127.0.0.1", agents.port, timeout=timedelta(seconds=8), wait_for_workers=False)
-    del agents
-    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: store)
+    """kill -9 of the agent while its ranks start: torch tries to connect for minutes, and they must hear a SIGTERM."""
+    connecting, given_up = [], threading.Event()
+    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: None)
+    monkeypatch.setattr(
+        heartbeat,
+        "_own_connection",
+        lambda store: connecting.append(threading.current_thread()) or given_up.wait(60),
+    )
     monkeypatch.setattr(heartbeat, "world_size", lambda: 2)
     monkeypatch.setattr(Heartbeat, "period", 0.1)
-    began = time.monotonic()
-    with Heartbeat(60.0, SignalFlag(), print, print):
+    with Heartbeat(60.0, SignalFlag(), print, print) as heart:
         pass
-    assert time.monotonic() - began < 4
+    assert connecting == [heart._thread] and heart._thread.is_alive()
+    given_up.set()
+    heart._thread.join()
 
 
 def test_heartbeat_posts_without_reading_a_file(hearts, monkeypatch):
