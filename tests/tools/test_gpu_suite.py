@@ -97,7 +97,7 @@ def test_suite_without_a_gpu_or_a_folder_starts_and_writes_nothing(tmp_path, mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpu_suite.main(["--minutes", "2", "--output", f"{tmp_path}/suite"]) == 2
     error = capsys.readouterr().err
-    assert "no GPU can be used here (" in error and "); --device cpu --small runs" in error
+    assert "no GPU can be used here (RuntimeError: " in error and "); --device cpu --small runs" in error
     assert gpu_suite.main(["--minutes", "2", "--device", "cpu", "--output", f"{tmp_path}/new/suite"]) == 2
     assert "new is not a writable folder: create it first" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

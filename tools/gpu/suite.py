@@ -24,21 +24,19 @@ import argparse
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch import cuda
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
 from fastsuncet.distributed.signals import end_with_parent
-from fastsuncet.tuning.processes import limited, run_while
+from fastsuncet.tuning.processes import last_error, limited, run_while
 from pipelines.cuda_compiler import driver_version
 from tools.bench.harness import machine
 from tools.gpu.workloads import CIFAR, IMAGENET, generate_images, overrides
@@ -53,17 +51,18 @@ PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "a
 
 
 def cards() -> str:
-    """Return the GPUs that torch sees and what their driver supports. Raises what torch raises.
+    """Return the GPUs that torch sees and what their driver supports. Raises RuntimeError with what torch says.
 
     Asks another process: CUDA in this one would keep memory on the GPU.
     """
-    with ProcessPoolExecutor(1) as other:
-        return f"{other.submit(_cards).result()}; driver for CUDA {driver_version()}"
-
-
-def _cards() -> str:
-    cuda.init()
-    return f"{cuda.device_count()} x {cuda.get_device_name()} {cuda.mem_get_info()[1] >> 20} MiB"
+    code = (
+        "from torch import cuda; cuda.init(); "
+        "print(cuda.device_count(), 'x', cuda.get_device_name(), cuda.mem_get_info()[1] >> 20, 'MiB')"
+    )
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    if asked.returncode:
+        raise RuntimeError(last_error(asked.stderr))
+    return f"{asked.stdout.strip()}; driver for CUDA {driver_version()}"
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         named = cards() if options.device == "cuda" else ""
-    except (AssertionError, RuntimeError) as error:  # without CUDA in torch, without a card
+    except RuntimeError as error:
         hint = "--device cpu --small runs without one"
         print(f"error: no GPU can be used here ({error}); {hint}", file=sys.stderr)
         return 2
