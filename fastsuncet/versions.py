@@ -40,8 +40,9 @@ def versions() -> dict[str, str | None]:
     }
 
 
+@functools.cache
 def digest_of_sources() -> str:
-    """Return the sha256 of this program's sources, kernels included."""
+    """Return the sha256 of this program's sources, kernels included, as they were at the first call."""
     digest, root = hashlib.sha256(), Path(__file__).resolve().parents[1]
     for folder in ("fastsuncet", "pipelines"):
         for path in sorted((root / folder).rglob("*")):

@@ -1,6 +1,7 @@
 """Imports only go down: a folder knows nothing of the folders that are built on it."""
 
 import ast
+import functools
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -41,6 +42,7 @@ def folder_of(module: str) -> str:
     return two if two in FLOOR else two.split(".")[0]
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Return the modules of this project that a file imports, wherever in the file."""
     found = set()
