@@ -134,6 +134,13 @@ def test_report_figure_shows_the_spread_of_a_single_checkpoint(tmp_path):
     assert Image.open(tall).height > 1.3 * len(red)
 
 
+def test_write_puts_the_legend_below_the_panels(tmp_path):
+    figure = figures.Figure(figsize=(4, 3))
+    figure.subplots().plot([0, 1], [0, 1], label="a")
+    figures.write(figure, tmp_path / "one")
+    assert figure.legends[0].get_window_extent().y1 < figure.axes[0].get_tightbbox().y0
+
+
 @pytest.mark.parametrize(
     ("cost", "largest", "wanted"),
     [
