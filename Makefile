@@ -28,7 +28,7 @@ demo: $(READY)  ## train SimCLR, SimCLR + SuNCEt and the labels alone on real di
 
 # One thread for each worker: most tests are small, and torch's own threads would compete for the cores. Three workers on
 # two cores: a quarter of their time they wait for processes that they started. Each takes up to 3 GB, so eight at most.
-WORKERS := $(shell n=$$(($$(nproc) * 3 / 2)); echo $$((n < 8 ? n : 8)))
+WORKERS := $(shell n=$$(($$(env -u OMP_NUM_THREADS nproc) * 3 / 2)); echo $$((n < 8 ? n : 8)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: $(READY)  ## the whole test suite, CPU only
