@@ -122,7 +122,6 @@ import fastsuncet.commands.train
 early |= {"torch._dynamo", "torchvision", "timm", "nvidia", "sklearn", "matplotlib"} & set(sys.modules)
 early |= {"fastsuncet.commands.export", "fastsuncet.evaluation"} & set(sys.modules)
 from fastsuncet import cli
-from fastsuncet.config import load_config
 assert cli.main(sys.argv[1:]) == 0
 read = sorted(path for path in seen if not os.path.isdir(path))
 from fastsuncet.tuning.paths import PATHS

@@ -69,23 +69,22 @@ def start_forked(function: Callable[..., Any], *arguments: Any) -> multiprocessi
     return process
 
 
-def run_code(code: str, packages: Path, folder: Path, **environment: str) -> tuple[int | None, str]:
+def run_code(code: str, packages: Path, folder: Path) -> tuple[int | None, str]:
     """Run Python code in `folder`; return its exit code and output. It imports our modules anew, from `packages`.
 
     A new process would take three seconds more to import torch, and three for torchvision.
     """
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as output:
-        process = start_forked(_run_code, code, packages, folder, output.name, environment)
+        process = start_forked(_run_code, code, packages, folder, output.name)
         process.join()
         return process.exitcode, output.read()
 
 
-def _run_code(code: str, packages: Path, folder: Path, output: str, environment: dict[str, str]) -> None:
+def _run_code(code: str, packages: Path, folder: Path, output: str) -> None:
     with open(output, "w") as stream:
         for descriptor in (1, 2):
             os.dup2(stream.fileno(), descriptor)
     os.chdir(folder)
-    os.environ.update(environment)
     sys.path[:] = [str(packages), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
