@@ -234,8 +234,10 @@ def start(options: Namespace) -> int:
     words, codes = overrides(START, options.folder, options.device, options.quick), []
     calls = options.folder / "start.pstats"
     cache = {} if options.quick else {"FASTSUNCET_CACHE": str(options.folder / "cache")}
-    # A rehearsal has the second run alone: its cache is not empty, so that it does not compile the view operator anew.
-    for name, profiler in (("first", ()), ("second", ("-m", "cProfile", "-o", str(calls))))[options.quick :]:
+    runs = {"first": (), "second": ("-m", "cProfile", "-o", str(calls))}
+    if options.quick:
+        del runs["first"]  # the cache is not empty: a rehearsal does not compile the view operator anew
+    for name, profiler in runs.items():
         command = [sys.executable, "-u", *profiler, "-m", "fastsuncet", "train", "in1k_10pct", *words]
         settings: dict[str, Any] = {"env": {**os.environ, **cache}, "text": True, "stderr": subprocess.STDOUT}
         print(f"the {name} run:\n\n```", flush=True)
