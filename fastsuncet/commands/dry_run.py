@@ -18,8 +18,8 @@ from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.place import Place, expected_ranks, pick_device, should_start_ranks
 from fastsuncet.models.flops import run_macs
 from fastsuncet.models.resnet import build_model
+from fastsuncet.training import initial_weights
 from fastsuncet.training.determinism import resolve_precision
-from fastsuncet.training.initial_weights import load
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
 from fastsuncet.training.trainer import Trainer, require_finite_weights, within_memory
@@ -84,7 +84,7 @@ def print_plan(config: Config, show_config: bool) -> None:
     m = config.model
     model = build_model(m.name, m.stem, *m.head, device="cpu" if m.init else "meta")
     if m.init is not None:
-        lines.append(f"{'init':<9}{load(config, model, place)['note']}")
+        lines.append(f"{'init':<9}{initial_weights.load(config, model, place)['note']}")
     for line in [*lines, *notes, "", *([config.to_yaml()] if show_config else [])]:
         say_line(line)
     if problem is not None:

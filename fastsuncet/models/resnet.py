@@ -286,7 +286,7 @@ def initialize(model: nn.Module, seed: int) -> None:
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.reset_parameters()
         elif next(module.parameters(recurse=False), None) is not None:
-            # Built without memory, so an unknown layer would start from arbitrary values.
+            # Built without values, so an unknown layer would start from zeros.
             raise TypeError(f"initialize: no rule for the parameters of {type(module).__name__}")
 
 
