@@ -59,10 +59,11 @@ def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -
     for line, (title, pictures) in zip(axes, rows):
         for axis, (picture, caption) in zip(line, pictures):
             axis.imshow(picture, interpolation="nearest")
+            # With `y`, because matplotlib would look for room between the ticks of each picture.
             axis.set_title(short_name(caption), y=1, fontsize=7, pad=2, parse_math=False)
         line[0].text(-0.12, 0.5, title, transform=line[0].transAxes, ha="right", va="center", fontsize=9)
     figure.suptitle(f"{config.logging.write_tag}, step {step}", fontsize=10)
-    ConstrainedLayoutEngine().execute(figure)
+    ConstrainedLayoutEngine().execute(figure)  # once: a figure's own engine draws it again for each file
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix.lower().removeprefix("."))
     with disk_errors(path, "--output"):

@@ -93,7 +93,7 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     stream = io.BytesIO()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        ConstrainedLayoutEngine().execute(figure)
+        ConstrainedLayoutEngine().execute(figure)  # a figure's own engine would draw it twice
         figure.savefig(stream, format="png")
     if any("missing from font" in str(each.message) for each in found):
         say_line(
