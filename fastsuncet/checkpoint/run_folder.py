@@ -5,9 +5,9 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
 from fastsuncet.distributed.place import Place, explain_error
@@ -43,6 +43,30 @@ def on_every_rank(function: Callable[[], T]) -> T:
             message, code = failure
             raise own or ERRORS.get(code, CheckpointError)(f"rank {rank}: {message}")
     return cast(T, value)
+
+
+def require_same(values: Mapping[str, Any], kind: type[ConfigError] | type[DataError]) -> None:
+    """Raise an error of `kind` on every rank, which names the first of `values` that differs, with its ranks and hosts.
+
+    Ranks that were not started alike would each train a network of their own, and no collective would notice: a config
+    or a list of labels can be copied to the machines' own disks. The values are of JSON's types. Collective.
+    """
+    (host, ours), *others = gather_json([socket.gethostname(), values])
+    for rank, (there, theirs) in enumerate(others, 1):
+        different = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+        if different:
+            key, more = different[0], f" ({len(different) - 1} more differ)" if different[1:] else ""
+            raise kind(
+                f"the ranks were not started alike. {key}{more}:\n"
+                f"  {shown(ours.get(key))} on rank 0, host {host}\n"
+                f"  {shown(theirs.get(key))} on rank {rank}, host {there}\n"
+                "Start every rank with the same command, config, lists, program and versions"
+            )
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message has it, a digest cut short."""
+    return f"{value[:12]}..." if isinstance(value, str) and len(value) > 60 else repr(value)
 
 
 @contextlib.contextmanager

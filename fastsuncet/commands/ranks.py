@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fastsuncet.checkpoint.same_start import require_same
+from fastsuncet.checkpoint.run_folder import require_same
 from fastsuncet.config import Config, flat
 from fastsuncet.config.reader import INPUTS
 from fastsuncet.distributed.place import Place, join, should_start_ranks

@@ -8,8 +8,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fastsuncet.checkpoint.run_folder import on_every_rank
-from fastsuncet.checkpoint.same_start import require_same
+from fastsuncet.checkpoint.run_folder import on_every_rank, require_same
 from fastsuncet.config import Config
 from fastsuncet.config.rules import FILES
 from fastsuncet.distributed.place import Place

@@ -1,4 +1,4 @@
-"""Communication between ranks: rows gathered with and without gradient, sums, and agreement on plain values.
+"""Communication between ranks: rows gathered with and without gradient, sums, agreement on plain values and on a stop.
 
 Without a process group every function works as for a single rank. `group=None` means the default process group if one
 is initialized. All functions but `rank` and `world_size` are collectives: every rank of the group must call them in the
@@ -134,6 +134,36 @@ def any_rank(flag: bool) -> bool:
     flags = torch.tensor([int(flag)], dtype=torch.int32, device=_device())
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     return bool(flags.item())
+
+
+class StopConsensus:
+    """Call `stop = consensus.agree(requested)` once a step on every rank: True on all ranks from the same step on.
+
+    A signal reaches the ranks at different moments, or only one of them. So each rank says at every step whether it got
+    one. The answers travel while the next step computes, over gloo, so that no rank and no device waits: the answer to
+    step k comes at step k + 1, in a single process at once.
+    """
+
+    def __init__(self) -> None:
+        self._flag = torch.zeros(1, dtype=torch.int32)  # whether a rank requested a stop, as of the last step
+        self._work: dist.Work | None = None
+
+    def agree(self, requested: bool) -> bool:
+        """Return whether a rank requested a stop before this step, and send this rank's own request."""
+        if world_size() == 1:
+            return requested
+        stop = self.close()
+        self._flag.fill_(int(requested or stop))
+        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, async_op=True)
+        return stop
+
+    def close(self) -> bool:
+        """Wait for the answers under way, so that none is left on the connection, and return what they say."""
+        if self._work is None:
+            return False
+        self._work.wait()
+        self._work = None
+        return bool(self._flag.item())
 
 
 def require_equal(numbers: tuple[int, ...], what: str, group: Group = None) -> None:

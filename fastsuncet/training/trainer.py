@@ -29,11 +29,10 @@ from torch import Tensor, nn
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import RunStatus, on_every_rank, on_rank_0, require_run_folder
 from fastsuncet.config import Config
-from fastsuncet.distributed.collectives import gather_json
+from fastsuncet.distributed.collectives import StopConsensus, gather_json
 from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.distributed.stop_consensus import StopConsensus
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError, NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, Ledger
 from fastsuncet.metrics.interval import DataTimer, MetricsInterval

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fastsuncet.distributed import collectives
-from fastsuncet.distributed.stop_consensus import StopConsensus
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -48,7 +47,7 @@ def _call_everything(rank: int, world_size: int) -> dict:
         result["half_place"] = (collectives.rank(half), collectives.world_size(half))
         result["half"] = collectives.all_gather_rows(_rows(rank), half)
         result["half_sum"] = collectives.reduce_scatter_rows(torch.tensor([10.0, 20.0]) * rank, half)
-    consensus = StopConsensus()
+    consensus = collectives.StopConsensus()
     result["stops"] = [consensus.agree(rank == 2 and step == 1) for step in range(5)]
     consensus.close()
     return result
@@ -107,7 +106,7 @@ def test_one_process_without_a_group_is_a_single_rank():
     assert collectives.any_rank(True) and not collectives.any_rank(False)
     assert collectives.broadcast_json({"a": (1, 2)}) == {"a": [1, 2]}
     collectives.require_equal((1,), "one")
-    consensus = StopConsensus()
+    consensus = collectives.StopConsensus()
     assert [consensus.agree(False), consensus.agree(True)] == [False, True]
     collectives.sum_over_ranks(x.detach()).add_(1)
     assert torch.equal(x, torch.ones(2, 3)), "a sum is a new tensor"

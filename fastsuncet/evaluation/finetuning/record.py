@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0
-from fastsuncet.checkpoint.same_start import shown
+from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0, shown
 from fastsuncet.config import Config, flat
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
