@@ -19,6 +19,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fastsuncet.errors import CheckpointError
 from fastsuncet.versions import __version__, versions
@@ -28,8 +29,6 @@ from pipelines.atomic_files import MEMORY
 FORMAT = 1  # of meta.json and the layout: raise it when an older program could misread a newer checkpoint
 MODEL, STATE, META = "model.safetensors", "train_state.pt", "meta.json"
 META_LIMIT = 64 << 20  # bytes; a config and a ledger have a few thousand
-# What `weights_only=True` reads back, besides tensors and nests of these.
-PLAIN = (int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -54,17 +53,23 @@ def encode(model: dict[str, Tensor], state: dict[str, Any]) -> dict[str, bytes]:
     """Return the content of the model's and the state's file. Copying tensors to the host waits for the device.
 
     safetensors has no strides: channels-last weights are stored as (O, I, H, W), and loading them into a channels-last
-    parameter copies the values into that layout. Raises TypeError for a state that could not be read back,
-    RuntimeError for two names of one tensor.
+    parameter copies the values into that layout. Raises UnpicklingError for a state that could not be read back when
+    the run resumes, RuntimeError for two names of one tensor.
     """
     # Encode before writing: a failed write is then an OSError with its reason, whichever library made the bytes.
     weights = safetensors.torch.save(
         {name: cpu_copy(x).contiguous() for name, x in model.items()}, {"format": "pt"}
     )
     stream = io.BytesIO()
-    torch.save(plain_state(state), stream)
+    torch.save(tree_map_only(Tensor, cpu_copy, state), stream)
     # Not getbuffer(): CPython 3.12.1 crashes when it collects a buffer of BytesIO that an exception's frames hold.
-    return {MODEL: weights, STATE: stream.getvalue()}
+    payload = stream.getvalue()
+    _decode(payload)
+    return {MODEL: weights, STATE: payload}
+
+
+def _decode(payload: bytes) -> Any:
+    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
 
 
 def cpu_copy(tensor: Tensor) -> Tensor:
@@ -76,29 +81,6 @@ def cpu_copy(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
     own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if own else tensor.clone()
-
-
-def plain_state(value: Any, where: str = "state") -> Any:
-    """Return a copy of nested dicts, lists and tuples of plain types, with every tensor on the CPU.
-
-    Raises TypeError, with the path of the item, for a value that `weights_only=True` would refuse when the run resumes.
-    Tensors keep their strides, so a channels-last momentum comes back channels-last.
-    """
-    if isinstance(value, Tensor):
-        return cpu_copy(value)
-    if isinstance(value, dict):
-        items = {key: plain_state(item, f"{where}[{key!r}]") for key, item in value.items()}
-        return {plain_state(key, f"the key {key!r} of {where}"): item for key, item in items.items()}
-    if isinstance(value, (list, tuple)):
-        items = [plain_state(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        return items if isinstance(value, list) else tuple(items)
-    # Exact types: np.float64 is a float and an IntEnum is an int to isinstance, but weights_only refuses both.
-    if type(value) not in PLAIN:
-        raise TypeError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds tensors, int, "
-            "float, str, bool, None, and dicts, lists and tuples of them (NumPy values have .item(), enums .value)"
-        )
-    return value
 
 
 def write(path: Path, step: int, files: dict[str, bytes], meta: dict[str, Any]) -> None:
@@ -136,7 +118,7 @@ def read(path: Path, step: int | None = None) -> LoadedCheckpoint:
     meta, model, state = verify(path, step)
     try:
         tensors = safetensors.torch.load(model)
-        plain = torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
+        plain = _decode(state)
         if not isinstance(plain, dict):
             raise TypeError(f"{STATE} holds a {type(plain).__name__}")
     except MemoryError:
@@ -155,54 +137,41 @@ def verify(path: Path, step: int | None = None) -> tuple[dict[str, Any], bytes, 
     With `step`, the folder must hold that step and must not be a symbolic link. Raises DamagedCheckpoint;
     CheckpointError for a newer format.
     """
-    try:
-        is_link, is_folder = path.is_symlink(), path.is_dir()
-    except OSError as error:  # of a file server: an older checkpoint may be readable
-        raise DamagedCheckpoint(f"it cannot be looked at: {error.strerror}") from error
-    if step is not None and is_link:
-        raise DamagedCheckpoint("it is a symbolic link, and these are not followed")
-    if not is_folder:
-        raise DamagedCheckpoint("there is no such folder")
-    meta = read_meta(path)
-    if step is not None and meta["step"] != step:
-        raise DamagedCheckpoint(f"{META} is of step {meta['step']}: the folder was renamed")
+    meta = read_meta(path, step)
     return meta, _read_listed(path / MODEL, meta), _read_listed(path / STATE, meta)
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """Return the meta of the checkpoint in folder `path`, and look at no other file of it. Raises as `verify`."""
+def read_meta(path: Path, step: int | None = None) -> dict[str, Any]:
+    """Return the meta of the checkpoint in folder `path`, and look at no other file of it. `step`, errors: `verify`."""
+    if step is not None and os.path.islink(path):
+        raise DamagedCheckpoint("it is a symbolic link, and these are not followed")
     try:
         meta = json.loads(_read(path / META, META_LIMIT))
-        intact = meta.pop("sha256") == meta_sha256(meta)
+        if meta.pop("sha256") != meta_sha256(meta):
+            raise DamagedCheckpoint(f"{META} was changed after it was written: its sha256 differs")
+        if meta.get("format") != FORMAT:
+            # This one is whole. Going back to an older checkpoint would throw away good work.
+            raise CheckpointError(
+                f"checkpoint {path} has format {meta.get('format')!r}, and fastsuncet {__version__} reads format "
+                f"{FORMAT}. Use the version that wrote it: {meta.get('versions')}."
+            )
+        found, sizes = meta["step"], [meta["files"][name]["bytes"] for name in (MODEL, STATE)]
+        if not all(type(number) is int for number in (found, *sizes)) or max(sizes) > MEMORY:
+            raise ValueError(f"step {found} and files of {sizes} bytes, and {MEMORY:,} bytes fit into memory")
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(
             f"{META} is not what was written ({type(error).__name__}: {error})"
         ) from error
-    if not intact:
-        raise DamagedCheckpoint(f"{META} was changed after it was written: its sha256 differs")
-    if meta.get("format") != FORMAT:
-        # This one is whole. Going back to an older checkpoint would throw away good work.
-        raise CheckpointError(
-            f"checkpoint {path} has format {meta.get('format')!r}, and fastsuncet {__version__} reads format "
-            f"{FORMAT}. Use the version that wrote it: {meta.get('versions')}."
-        )
-    sums = meta.get("files")
-    complete = isinstance(sums, dict) and all(isinstance(sums.get(name), dict) for name in (MODEL, STATE))
-    if type(meta.get("step")) is not int or not complete:
-        raise DamagedCheckpoint(
-            f"{META} is incomplete: no step, or no size and sha256 of {MODEL} and {STATE}"
-        )
+    if step not in (None, found):
+        raise DamagedCheckpoint(f"{META} is of step {found}: the folder was renamed")
     return meta
 
 
 def _read_listed(path: Path, meta: dict[str, Any]) -> bytes:
     wanted = meta["files"][path.name]
-    size = wanted.get("bytes")
-    if type(size) is not int or not 0 < size <= MEMORY:
-        raise DamagedCheckpoint(f"{META} says that {path.name} has {size} bytes; {MEMORY:,} fit into memory")
-    payload = _read(path, size)
-    if len(payload) != size:
-        raise DamagedCheckpoint(f"{path.name} has {len(payload)} bytes, {size} bytes were written")
+    payload = _read(path, wanted["bytes"])
+    if len(payload) != wanted["bytes"]:
+        raise DamagedCheckpoint(f"{path.name} has {len(payload)} bytes, {wanted['bytes']} bytes were written")
     if _sha256(payload) != wanted.get("sha256"):
         raise DamagedCheckpoint(f"{path.name} was changed after it was written: its sha256 differs")
     return payload
@@ -210,9 +179,6 @@ def _read_listed(path: Path, meta: dict[str, Any]) -> bytes:
 
 def _read(path: Path, limit: int) -> bytes:
     try:
-        payload = atomic_files.read_bytes(path, limit)
+        return atomic_files.read_bytes(path, limit)
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name} cannot be read: {error.strerror}") from error
-    if not payload:
-        raise DamagedCheckpoint(f"{path.name} is empty")
-    return payload

@@ -14,20 +14,18 @@ step that is being saved again).
 """
 
 import contextlib
-import functools
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from fastsuncet.checkpoint.format import META as META
+from fastsuncet.checkpoint.format import MODEL as MODEL
 from fastsuncet.checkpoint.format import (
-    META,
-    MODEL,
-    STATE,
     DamagedCheckpoint,
     LoadedCheckpoint,
     encode,
@@ -42,6 +40,7 @@ from pipelines.output import Say, say_line
 
 FOLDER = "checkpoints"  # of a run, in its folder
 LATEST = "latest"
+T = TypeVar("T")
 _NAME = re.compile(r"(?:\.replaced-)?(step_([0-9]{8}|[1-9][0-9]{8,}))")
 
 
@@ -73,7 +72,11 @@ def save(
                     f"another process is writing a checkpoint in {folder}: two runs must not share a "
                     "folder. Stop one of them, or give it another logging.folder."
                 )
-            _remove_leftovers(folder)
+            # Of killed writers: under the lock, none of them is alive.
+            atomic_files.remove_leftovers(folder)
+            for path in folder.glob(".replaced-step_*"):
+                if (folder / path.name.removeprefix(".replaced-")).exists():
+                    atomic_files.try_to_remove(path)
             _require_space(folder, name, size)
             atomic_files.replace_folder(folder / name, lambda temporary: write(temporary, step, files, meta))
             atomic_files.replace(folder / LATEST, f"{name}\n".encode())
@@ -99,15 +102,6 @@ def require_room(folder: Path, size: int) -> None:
     except OSError as error:
         advice = atomic_files.advice(error)
         raise CheckpointError(f"no checkpoint could be saved in {folder}: {error}. {advice}") from error
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left. Call it only under the lock: then none of these writers is alive."""
-    atomic_files.remove_leftovers(folder)
-    for path in folder.glob(".replaced-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and (folder / match[1]).exists():
-            atomic_files.try_to_remove(path)
 
 
 def _require_space(folder: Path, name: str, size: int) -> None:
@@ -137,11 +131,10 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
     for number, path in found:
         if counted < keep and not (good and path in extra):
             try:
-                files = [(path / name).stat() for name in (MODEL, STATE, META)]
-                _verify_once(path, number, tuple((file.st_size, file.st_mtime_ns) for file in files))
+                verify(path, number)
                 good += 1
                 counted += path not in extra
-            except (DamagedCheckpoint, CheckpointError, OSError) as fault:
+            except (DamagedCheckpoint, CheckpointError) as fault:
                 say(f"checkpoint: {path} is damaged and does not count among those kept: {fault}")
             continue
         hidden = folder / f".tmp-{path.name}"
@@ -155,29 +148,33 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
 
 def _scheduled(path: Path) -> bool:
     """Whether the checkpoint in folder `path` counts among those kept; a damaged one counts until it is verified."""
-    with contextlib.suppress(DamagedCheckpoint, CheckpointError, OSError):  # verifying it reports these
+    with contextlib.suppress(DamagedCheckpoint, CheckpointError):  # verifying it reports these
         return read_meta(path).get("scheduled", True)
     return True
-
-
-@functools.lru_cache(maxsize=64)
-def _verify_once(path: Path, step: int, changes: tuple[tuple[int, int], ...]) -> None:
-    """Verify a checkpoint, and not again at the next save unless its files have changed."""
-    verify(path, step)
 
 
 # ------------------------------------------------------------------------------------------------------- load
 
 
-def load_newest(
-    folder: Path, *, expect: Callable[[dict[str, Any]], None] | None = None, say: Say = say_line
-) -> LoadedCheckpoint | None:
+def load_newest(folder: Path, say: Say = say_line) -> LoadedCheckpoint | None:
     """Return the checkpoint that `latest` names, else the newest good one; None if there has never been one.
 
-    Each one that is passed over is reported in one line. `expect(meta)` is called for the chosen one, and what it
-    raises is passed on: a different config is not damage, and an older checkpoint would not help. Raises
-    CheckpointError if there are checkpoints and none can be used, or if one has a newer format.
+    Each one that is passed over is reported in one line. Raises CheckpointError if there are checkpoints and none can
+    be used, or if one has a newer format.
     """
+    return _newest(folder, read, say)
+
+
+def newest_meta(folder: Path) -> dict[str, Any] | None:
+    """Return the meta of the newest checkpoint whose meta is whole; None if there has never been a checkpoint.
+
+    For what is equal in all checkpoints of a run: weights are neither read nor verified, and nothing is reported, which
+    `load_newest` does. Raises as that does.
+    """
+    return _newest(folder, read_meta, lambda line: None)
+
+
+def _newest(folder: Path, read: Callable[[Path, int], T], say: Say) -> T | None:
     candidates = _list(folder)
     named = _latest(folder, say)
     if named is not None:
@@ -188,37 +185,20 @@ def load_newest(
     faults = []
     for number, path in candidates:
         try:
-            checkpoint = read(path, number)
+            found = read(path, number)
         except DamagedCheckpoint as fault:
             faults.append(f"{path.name}: {fault}")
             say(f"checkpoint: {path} cannot be used: {fault}")
             continue
         if faults:
             say(f"checkpoint: continuing from {path.name} instead")
-        if expect is not None:
-            expect(checkpoint.meta)
-        return checkpoint
+        return found
     if not faults:
         return None
     raise CheckpointError(
         "\n  ".join([f"none of the checkpoints in {folder} can be used:", *faults])
         + "\nNothing was changed. Bring one of them back, or move the folder away to start over from step 0."
     )
-
-
-def newest_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the meta of the newest checkpoint whose meta is whole; None if there has never been a checkpoint.
-
-    For what is equal in all checkpoints of a run: weights are neither read nor verified. Raises as `load_newest` where
-    there are checkpoints and no meta can be used.
-    """
-    for _, path in _list(folder):
-        if path.is_symlink():  # never followed, see format.verify
-            continue
-        with contextlib.suppress(DamagedCheckpoint):  # `load_newest` reports it
-            return read_meta(path)
-    loaded = load_newest(folder)
-    return None if loaded is None else loaded.meta
 
 
 def load(path: str | Path) -> LoadedCheckpoint:

@@ -393,20 +393,18 @@ class Trainer(Generic[Task]):
             ) from error
 
     def _restore(self) -> None:
-        loaded = None
-
         def newest() -> str | None:
-            nonlocal loaded
-            loaded = manager.load_newest(
-                self.folder / manager.FOLDER, expect=self.task.check_resume_compatible
-            )
-            return None if loaded is None else str(loaded.path)
+            found = manager.load_newest(self.folder / manager.FOLDER)
+            if found is None:
+                return None
+            self.task.check_resume_compatible(found.meta)
+            return str(found.path)
 
         path = on_rank_0(self.place, newest)
         if path is None:
             self.task.begin()
             return
-        loaded = loaded or manager.load(path)
+        loaded = manager.load(path)
         before, now = loaded.meta["world_size"], self.place.world_size
         if self.place.first:
             say_line(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")

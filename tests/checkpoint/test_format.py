@@ -7,7 +7,6 @@ import io
 import json
 import os
 import pickle
-from collections import OrderedDict, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.format import STATE, encode, meta_sha256, plain_state
+from fastsuncet.checkpoint.format import STATE, encode, meta_sha256
 from fastsuncet.errors import CheckpointError
 from tests.support.archives import Trap
 from tests.support.checkpoints import newest, save
@@ -214,29 +213,21 @@ def test_format_keeps_any_nest_of_plain_types(state):
     payload = io.BytesIO(encode({}, state)[STATE])
     # repr tells 1 from True, -0.0 from 0.0, tuples from lists, and NaN equals itself.
     assert repr(torch.load(payload, weights_only=True)) == repr(state)
-    kinds = plain_state({"a": OrderedDict(state), "c": defaultdict(int, d=2)})
-    assert repr(kinds) == repr({"a": state, "c": {"d": 2}})
 
 
 class Color(enum.IntEnum):
     RED = 1
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(np.float64(1), np.int64(1), np.zeros(2), Color.RED, {1, 2}, b"bytes", 1j, torch.float32),
-        *(Path("x"), lambda: 0),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_format_refuses_what_could_not_be_read_with_its_path(tmp_path, value):
-    """weights_only would refuse these, also those that are int or float to isinstance, when the run resumes."""
-    where = rf"state\['optimizer'\]\['groups'\]\[1\]\['lr'\] is a .*{type(value).__name__}"
-    with pytest.raises(TypeError, match=where):
-        save(tmp_path, 1, state={"optimizer": {"groups": [{}, {"lr": value}]}})
-    with pytest.raises(TypeError, match=r"the key .* of state\['a'\] is a numpy\.int64"):
-        save(tmp_path, 1, state={"a": {np.int64(3): 0}})
+@pytest.mark.parametrize("value", [np.float64(1), np.zeros(2), Color.RED, Path("x")], ids=repr)
+def test_format_refuses_what_could_not_be_read_when_the_run_resumes(tmp_path, value):
+    """Also what is an int or a float to isinstance."""
+    for state in (
+        {"optimizer": [{}, {"lr": value}]},
+        {"optimizer": {value: 0}} if value is Color.RED else value,
+    ):
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            save(tmp_path, 1, state={"state": state})
     assert not (tmp_path / "step_00000001").exists()
 
 

@@ -18,9 +18,9 @@ def test_load_newest_names_a_folder_that_is_gone(tmp_path):
     save(tmp_path, 1)
     shutil.rmtree(save(tmp_path, 2))
     step, lines = newest(tmp_path)
-    assert step == 1 and "step_00000002" in lines[0] and "no such folder" in lines[0]
+    assert step == 1 and "step_00000002 cannot be used: meta.json cannot be read: No such file" in lines[0]
     shutil.rmtree(tmp_path / "step_00000001")
-    with pytest.raises(CheckpointError, match="step_00000002: there is no such folder"):
+    with pytest.raises(CheckpointError, match=r"step_00000002: meta\.json cannot be read"):
         newest(tmp_path)  # `latest` without a checkpoint is not a fresh start
 
 
@@ -103,21 +103,6 @@ def test_save_and_load_never_follow_a_symbolic_link(tmp_path):
     assert not (folder / "step_00000002").is_symlink()
 
 
-def test_load_newest_passes_on_what_expect_raises(tmp_path):
-    """A different config is not damage: an older checkpoint would not help."""
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-
-    def refuse(meta):
-        assert (meta["step"], meta["ledger"]) == (2, {"views": 14})
-        raise CheckpointError(f"temperature was {meta['config']['criterion']['temperature']}")
-
-    lines = []
-    with pytest.raises(CheckpointError, match=r"temperature was 0\.1"):
-        manager.load_newest(tmp_path, expect=refuse, say=lines.append)
-    assert lines == []
-
-
 def test_save_keeps_the_newest_and_does_not_count_a_damaged_one(tmp_path):
     for step in (0, 1, 2, 3):
         save(tmp_path, step, keep=3)
@@ -150,18 +135,6 @@ def test_checkpoint_of_a_stop_takes_no_place_and_goes_with_the_next_good_one(tmp
     assert steps(tmp_path) == [20, 30, 39]
     save(tmp_path, 40, keep=3)
     assert steps(tmp_path) == [20, 30, 40]
-
-
-def test_save_reads_each_checkpoint_back_once_unless_it_changes(tmp_path, monkeypatch):
-    verified = []
-    verify = manager.verify
-    monkeypatch.setattr(manager, "verify", lambda path, step: verified.append(step) or verify(path, step))
-    for step in range(1, 7):
-        save(tmp_path, step, keep=2)
-    assert sorted(verified) == [2, 3, 4, 5, 6]  # 2 when 3 came and 1 had to go
-    corrupt(tmp_path / "step_00000006" / "model.safetensors", "flipped")
-    save(tmp_path, 7, keep=2, say=lambda line: None)
-    assert steps(tmp_path) == [5, 6, 7]  # the damage was noticed
 
 
 def test_save_leaves_later_steps_until_the_run_passes_them(tmp_path):
