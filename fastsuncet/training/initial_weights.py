@@ -82,15 +82,13 @@ def _fill_published(config: Config, encoder: nn.Module) -> Loaded:
         )
     tensors, about = timm_backbone.published(m.name)
     source = f"timm's published weights {about['architecture']}.{about.get('tag') or 'default'}"
-    digest = hashlib.sha256()
-    for tensor in tensors.values():
-        digest.update(tensor.contiguous().numpy().tobytes())
-    _require_digest(config, digest.hexdigest(), source)
+    digest = hashlib.sha256(b"".join(x.contiguous().numpy().tobytes() for x in tensors.values())).hexdigest()
+    _require_digest(config, digest, source)
     fill(encoder, tensors, source)
-    note = f"encoder from {source} ({len(tensors)} tensors, sha256 {digest.hexdigest()[:12]}){DRAWN_HEAD}"
+    note = f"encoder from {source} ({len(tensors)} tensors, sha256 {digest[:12]}){DRAWN_HEAD}"
     if (a.mean, a.std) != (about["mean"], about["std"]):
         note += f"; they were trained with data.augmentation.mean {about['mean']} and std {about['std']}"
-    return {"path": PUBLISHED, "sha256": digest.hexdigest(), "note": note}
+    return {"path": PUBLISHED, "sha256": digest, "note": note}
 
 
 def _require_digest(config: Config, digest: str, source: str) -> None:
@@ -100,10 +98,9 @@ def _require_digest(config: Config, digest: str, source: str) -> None:
 
 def _file(config: Config, path: Path) -> Path:
     """Return the file of weights: `path`, or that in the folder of a run, a checkpoint or an export."""
-    if path.is_file():
-        return path
-    if (path / MODEL).is_file():
-        return path / MODEL
+    for file in (path, path / MODEL):
+        if file.is_file():
+            return file
     newest = manager.load_newest(path / manager.FOLDER)
     if newest is None:
         raise config.error(
@@ -114,18 +111,13 @@ def _file(config: Config, path: Path) -> Path:
 
 def check(config: Config, meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint's `meta` says that its run began with other weights than `config` says."""
-    m, begun = config.model, meta["init"]
-    other = "Give the new run another logging.write_tag"
-    if (begun is None) != (m.init is None):
-        started = f"from {begun['path']}" if begun else "without model.init"
-        raise CheckpointError(f"this run was started {started}, and model.init is {m.init} now. {other}")
-    if begun is None:
-        return
-    if m.init_sha256 not in (None, begun["sha256"]):
-        text = f"from weights with the sha256 {begun['sha256']}, and model.init_sha256 is {m.init_sha256} now"
-        raise CheckpointError(f"this run was started {text}. {other}")
-    if m.init != begun["path"] and m.init_sha256 is None:
+    m, begun = config.model, meta["init"] or {"path": None, "sha256": None}
+    now = {"path": m.init, "sha256": m.init_sha256}
+    # With a sha256 it does not matter where the file lies.
+    key = "sha256" if m.init_sha256 and begun["sha256"] else "path"
+    if begun[key] != now[key]:
+        moved = f", or set model.init_sha256={begun['sha256']} if the file was only moved"
         raise CheckpointError(
-            f"this run was started from {begun['path']}, and model.init is {m.init} now. {other}, or set "
-            f"model.init_sha256={begun['sha256']} if the file was only moved"
+            f"this run was started from weights of the {key} {begun[key]}, and model.init has {now[key]} now. Give the "
+            f"new run another logging.write_tag{moved if m.init and begun['path'] else ''}"
         )

@@ -1,24 +1,18 @@
 """The training loop of pre-training, fine-tuning and transfer. It can be stopped and continued at any step.
 
-Why a run that was stopped ends with the same bits as one that was not: a step is a pure function of (seed, step, rank)
-and of the weights. Its images and augmentations are (pipelines/loader.py), its rate is (optim/lr_schedule.py), and the
-network draws no random number (dropout and drop path are off). Everything else `Trainer.save` writes and
-`Trainer.restore` reads (checkpoint/manager.py): weights, momentum, the scaler, the sums of the metrics interval, the
-ledger, and what the task adds (`Pretraining.state`). `check_resume_compatible` refuses another config (all keys but
-`FREE_ON_RESUME` of config/__init__.py), other images and other sizes of a batch; kernels are those that the checkpoint
-names, and a line says which of them this machine lacks (tuning/paths.py); determinism.py sets torch's switches. The
-loop never asks an iterator whether there is more, derives no schedule from a loader's length, and reads from the device
-at a metrics line, a save and an evaluation alone, and with `plateau` once an epoch. Metrics lines of steps after the
-checkpoint are set aside (metrics/writer.py).
-
-distributed/signals.py has the road of a stop signal.
+A run that was stopped ends with the bits of one that was not. A step is a pure function of (seed, step, rank) and of
+the weights: so are its images (pipelines/loader.py) and its rate (optim/lr_schedule.py), and the network draws no
+random number. Everything else `Trainer.save` writes and `Trainer.restore` reads: weights, momentum, the scaler, the
+sums of the metrics interval, the ledger, and what the task adds (`Pretraining.state`). Another experiment is refused
+(`check_resume_compatible`), and kernels are those that the checkpoint names (tuning/paths.py). The loop reads from the
+device at a metrics line, a save and an evaluation alone, and with `plateau` once an epoch. Metrics lines of steps after
+the checkpoint are set aside (metrics/writer.py). distributed/signals.py has the road of a stop signal.
 """
 
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -47,8 +41,6 @@ COST = ("views", "updates", "petaflops", "seconds")
 
 
 class Stream(Protocol):
-    """Where a task's batches come from."""
-
     @property
     def replaced(self) -> set[int]:
         """The images that this rank could not decode and replaced by others."""
@@ -60,10 +52,7 @@ class Stream(Protocol):
 
 
 class TrainingTask(ABC, Generic[BatchType]):
-    """What a `Trainer` trains: a stream, a step, a schedule, an evaluation, and what a checkpoint says about them.
-
-    Two classes implement it: `training.pretraining.Pretraining` and `evaluation.finetuning.fit.FineTuning`.
-    """
+    """What a `Trainer` trains. Pretraining (pretraining.py) and FineTuning (evaluation/finetuning/fit.py) are tasks."""
 
     config: Config
     steps: int  # updates in all
@@ -106,7 +95,7 @@ class TrainingTask(ABC, Generic[BatchType]):
     def evaluate(self, bad: set[int], before_batch: Callable[[], None]) -> dict[str, float]:
         """Evaluate the model without the images `bad`; return the metrics of a "knn" line. Collective.
 
-        Every rank calls `before_batch` equally often; it raises Preempted once a stop was requested.
+        `before_batch` raises Preempted once a stop was requested; all ranks call it equally often.
         """
         return {}
 
@@ -163,6 +152,7 @@ class Trainer(Generic[Task]):
         self.means = [float("nan")] * 2  # of the task's terms over the last metrics interval
         self.replaced: set[int] = set()  # bad images that any rank has met since the run was started
         self.consensus = StopConsensus()
+        self.signals = SignalFlag()  # of `run`
         self.heart: Heartbeat | None = None  # while `run` runs
         self.restore()
 
@@ -172,7 +162,7 @@ class Trainer(Generic[Task]):
         Raises Preempted, once all is saved, after a signal to any rank, NumericalError, before anything is saved, for a
         loss or a weight that is not finite, and ConfigError for a batch that a GPU cannot hold.
         """
-        task = self.task
+        task, self.signals = self.task, signals
         if self.step == task.steps and self.evaluated:
             if self.place.first:
                 say_line(f"complete {self.folder} has had all its {self.step:,} updates: nothing was trained")
@@ -181,21 +171,20 @@ class Trainer(Generic[Task]):
         weights = sum(x.nbytes for x in task.model.state_dict().values())
         moments = 2 if "betas" in task.optimizer.defaults else 1
         momentum = moments * sum(x.nbytes for x in task.model.parameters())
-        room = partial(manager.require_room, self.folder / manager.FOLDER, weights + momentum)
-        on_rank_0(self.place, room)
+        on_rank_0(self.place, lambda: manager.require_room(self.folder / manager.FOLDER, weights + momentum))
         settings = (task.config, self.folder, task.columns, task.terms, task.steps, self.step, self.place)
         with (
             within_memory(task),
             closing(task),
             on_every_rank(lambda: RunLogger(*settings, evaluated=self.evaluated)) as self.logger,
-            self.watched(signals) as self.heart,
+            self.watched() as self.heart,
         ):
             if self.step == 0 and task.chosen:
                 self.logger.write("chosen", {"step": 0, **task.chosen})
             self.ledger.start_clock()
             self.interval.start_clock()
             if not self.evaluated:  # the run ended between the end of a step and the end of its evaluation
-                self.evaluate(signals)
+                self.evaluate()
                 self.save()
             while self.step < task.steps:
                 # ------------------------------------------------------------------------------------------ hot region
@@ -213,7 +202,7 @@ class Trainer(Generic[Task]):
                 self.ledger.add(images, macs)
                 last = self.step == task.steps
                 self.at("ends its step")
-                stop = self.stop_agreed(signals) and not last
+                stop = self.stop_agreed() and not last
                 if last or self.step % task.log_every == 0:
                     self.log()
                 due = task.evaluate_every and (last or self.step % task.evaluate_every == 0)
@@ -225,17 +214,17 @@ class Trainer(Generic[Task]):
                 # Skip the evaluation when a stop was requested: the run does it first when it continues.
                 if not self.evaluated and not stop:
                     try:
-                        self.evaluate(signals)
+                        self.evaluate()
                     except Preempted:
                         stop = True
                     # With the evaluation; without it only if nothing was saved above.
                     if save != stop:
                         self.save()
                 if stop:
-                    raise self.preempted(signals)
+                    raise self.preempted()
             self.consensus.close()
 
-    def watched(self, signals: SignalFlag) -> Heartbeat:
+    def watched(self) -> Heartbeat:
         """Return a context in which a thread names the rank that the others wait for, and ends ranks that hang."""
 
         def end(error: FastSuncetError) -> None:
@@ -244,25 +233,25 @@ class Trainer(Generic[Task]):
             end_hung(error, lambda: status.path.exists() and status.write(*how))
 
         say = self.logger.say if self.place.first else say_line
-        return Heartbeat(self.task.config.meta.timeout, signals, say, end)
+        return Heartbeat(self.task.config.meta.timeout, self.signals, say, end)
 
-    def stop_if_requested(self, signals: SignalFlag) -> None:
+    def stop_if_requested(self) -> None:
         """Raise Preempted once any rank got a signal. Called equally often on all ranks; waits for no device."""
         self.at("evaluates")
-        if self.stop_agreed(signals):
-            raise self.preempted(signals)
+        if self.stop_agreed():
+            raise self.preempted()
 
-    def stop_agreed(self, signals: SignalFlag) -> bool:
+    def stop_agreed(self) -> bool:
         """Return whether any rank has a stop signal; of several ranks, as of the call before this one."""
-        return self.consensus.agree(signals.requested is not None)
+        return self.consensus.agree(self.signals.requested is not None)
 
-    def preempted(self, signals: SignalFlag) -> Preempted:
+    def preempted(self) -> Preempted:
         """Return the error that ends a run on a signal, once all is saved."""
-        asked = signals.requested or "another rank"
+        asked = self.signals.requested or "another rank"
         return Preempted(f"{asked}: saved after step {self.step:,}; the same command continues")
 
     def at(self, point: str) -> None:
-        """Tell the other ranks, while `run` runs, where this one is."""
+        """Tell the other ranks where this one is."""
         if self.heart is not None:
             self.heart.at(self.step, point)
 
@@ -282,22 +271,21 @@ class Trainer(Generic[Task]):
         return {"step": self.step, "epoch": self.epoch, **self.ledger.record()}
 
     def log(self) -> None:
-        """Write a metrics line: means over the steps and ranks of the interval. Its one sync with the device."""
+        """Write a metrics line: means over the steps and ranks of the interval."""
         self.at("writes metrics")
         sums, first_bad, wait, memory = self.interval.read()
         self.require_finite(first_bad)
         means = sums.mean(0) / self.interval.steps
         self.means = means[:2].tolist()
+        record: dict[str, Any] = self.progress()
         terms = {name: mean for name, mean in zip(self.task.terms, self.means) if name != "none"}
+        if "loss" in self.task.columns:
+            record["loss"] = sum(terms.values())
         # The root of the mean square over the steps: the same number on any number of ranks.
         norms = zip(self.task.terms, means[2:].sqrt().tolist())
-        total = {"loss": sum(terms.values())} if "loss" in self.task.columns else {}
+        record |= terms | {f"{name}_gradient": norm for name, norm in norms if name != "none"}
         seconds = self.interval.seconds()
-        record = {
-            **self.progress(),
-            **total,
-            **terms,
-            **{f"{name}_gradient": norm for name, norm in norms if name != "none"},
+        record |= {
             "lr": self.task.lr(self.step - 1),
             "views_per_second": round(self.interval.views / seconds, 1),
             "data_wait": round(min(1.0, wait / seconds), 4),
@@ -313,19 +301,16 @@ class Trainer(Generic[Task]):
             self.replaced.update(i for rank in gather_json(sorted(self.task.stream.replaced)) for i in rank)
         return len(self.replaced)
 
-    def evaluate(self, signals: SignalFlag) -> None:
-        """Write a metrics line with the task's evaluation. It draws nothing from the run's random numbers.
-
-        A signal ends it at its next batch with Preempted, and the evaluation is still due.
+    def evaluate(self) -> None:
+        """Write a metrics line with the task's evaluation. A signal ends it by Preempted, and it is still due.
 
         Its time and energy are not in the ledger: they depend on how many labels a method has and are not its cost.
         """
         self.interval.read()  # waits for the steps under way, which are in the ledger
         progress = self.progress()
         self.count_replaced()
-        before_batch = partial(self.stop_if_requested, signals)
         try:
-            found = self.task.evaluate(self.replaced, before_batch)
+            found = self.task.evaluate(self.replaced, self.stop_if_requested)
             self.logger.write("knn", {**progress, **found})
             from fastsuncet.metrics.rankme import collapse_warning  # read by the evaluation, and not before
 
@@ -337,12 +322,7 @@ class Trainer(Generic[Task]):
             self.interval.start_clock()
 
     def save(self) -> None:
-        """Write a checkpoint, unless a loss or a weight is not finite.
-
-        The data have no state: a step's images are a function of its number. Besides weights, momentum and scaler the
-        checkpoint holds the sums of the interrupted metrics interval, so that its line comes out the same. Rank 0
-        writes, and an error there is raised on every rank.
-        """
+        """Write a checkpoint, unless a loss or a weight is not finite. Rank 0 writes; its errors are raised on all."""
         self.at("saves")
         sums, first_bad, *_ = self.interval.read()
         self.require_finite(first_bad)
@@ -380,10 +360,22 @@ class Trainer(Generic[Task]):
     def restore(self) -> None:
         """Continue from the newest good checkpoint, if there is one. Raises CheckpointError on every rank.
 
-        Rank 0 chooses, verifies and checks it; the others read what it chose.
+        Rank 0 chooses and checks it, and all read it.
         """
+
+        def newest() -> str | None:
+            found = manager.load_newest(self.folder / manager.FOLDER)
+            if found is None:
+                return None
+            self.task.check_resume_compatible(found.meta)
+            return str(found.path)
+
         try:
-            self._restore()
+            path = on_rank_0(self.place, newest)
+            if path is None:
+                self.task.begin()
+            else:
+                self._continue_from(manager.load(path))
         # ValueError: the optimizer's, whose parameters another version grouped otherwise.
         except (KeyError, ValueError) as error:
             why = f"has no {error}" if isinstance(error, KeyError) else f"does not fit ({error})"
@@ -392,19 +384,7 @@ class Trainer(Generic[Task]):
                 "another folder"
             ) from error
 
-    def _restore(self) -> None:
-        def newest() -> str | None:
-            found = manager.load_newest(self.folder / manager.FOLDER)
-            if found is None:
-                return None
-            self.task.check_resume_compatible(found.meta)
-            return str(found.path)
-
-        path = on_rank_0(self.place, newest)
-        if path is None:
-            self.task.begin()
-            return
-        loaded = manager.load(path)
+    def _continue_from(self, loaded: manager.LoadedCheckpoint) -> None:
         before, now = loaded.meta["world_size"], self.place.world_size
         if self.place.first:
             say_line(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")
@@ -449,10 +429,7 @@ class Trainer(Generic[Task]):
 
 
 def require_finite_weights(model: nn.Module, step: int) -> None:
-    """Raise NumericalError for weights that must not be saved. Waits for the device once.
-
-    A gradient can overflow under a finite loss. Its update must not become what every restart begins from.
-    """
+    """Raise NumericalError where a gradient has overflowed under a finite loss. Waits for the device once."""
     norms = nn.utils.get_total_norm([p.detach() for p in model.parameters()])
     if not torch.isfinite(norms):
         raise NumericalError(

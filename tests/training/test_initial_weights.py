@@ -186,10 +186,14 @@ def test_initial_weights_check_refuses_other_weights_on_resume(tmp_path, weights
     moved = [f"model.init={tmp_path / 'moved'}"]
     initial_weights.check(tiny_config(tmp_path, *moved, f"model.init_sha256={'a' * 64}"), begun)
     for words, meta, said in (
-        ([], begun, "was started from .*, and model.init is None now"),
-        (moved, {"init": None}, "was started without model.init, and model.init is .*moved now"),
+        ([], begun, "was started from weights of the path .*, and model.init has None now"),
+        (moved, {"init": None}, "was started from weights of the path None, and model.init has .*moved now"),
         (moved, begun, f"set model.init_sha256={'a' * 64} if the file was only moved"),
-        ([*moved, f"model.init_sha256={'b' * 64}"], begun, "from weights with the sha256 a+, and"),
+        (
+            [*moved, f"model.init_sha256={'b' * 64}"],
+            begun,
+            "from weights of the sha256 a+, and model.init has b+ now",
+        ),
     ):
         with pytest.raises(CheckpointError, match=said):
             initial_weights.check(tiny_config(tmp_path, *words), meta)

@@ -311,14 +311,14 @@ def fit(
     finally:
         task.stream.close()
     if any_rank(signals.requested is not None):
-        raise trainer.preempted(signals)
+        raise trainer.preempted()
     logits = torch.empty(0, len(task.classes), device=task.place.device)
     if evaluated is not None:
         # Each rank has its own running statistics. Those of rank 0 are saved, so they are evaluated.
         for buffer in task.model.buffers():
             broadcast(buffer)
-        stop, config = partial(trainer.stop_if_requested, signals), task.config
-        options = {"view": view or evaluation_view(config), "before_batch": stop}
+        config = task.config
+        options = {"view": view or evaluation_view(config), "before_batch": trainer.stop_if_requested}
         logits = outputs(task.model, evaluated, indices, config, task.place, **options)
     trainer.consensus.close()
     return logits, trainer
