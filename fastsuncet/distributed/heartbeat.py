@@ -1,11 +1,10 @@
 """Name the rank that the others wait for, and end the job when that rank does not come back.
 
-Each rank counts the points that its training loop passes. A thread posts the count to the store of the process group
-every few seconds; the step itself communicates nothing. All ranks pass the same points in the same order. So in a hang
-the others wait for the rank with the lowest count, or for one that posts no longer.
+Each rank counts the points that its training loop passes, and a thread posts the count to the store of the process
+group every few seconds; the step itself communicates nothing. All ranks pass the same points in the same order. So in a
+hang the others wait for the rank with the lowest count, or for one that posts no longer.
 
-A rank that an error ends posts that too. gloo ends the others with it, but on a GPU a collective of NCCL waits on, and
-the host with it, once the queue of launches is full.
+A rank that an error ends posts that too: on a GPU the others would wait in a collective of NCCL.
 """
 
 import json
@@ -22,7 +21,6 @@ from typing_extensions import Self
 
 from fastsuncet.distributed.collectives import rank, world_size
 from fastsuncet.distributed.place import agent_holds_store
-from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import FastSuncetError, HungError, NumericalError, Preempted
 from pipelines.output import Say
 
@@ -34,17 +32,16 @@ ENDED = "has ended"  # the last point of a rank that left with an error
 class Heartbeat:
     """`with Heartbeat(...) as heart:`, and `heart.at(step, "reads images")` at each point, on every rank.
 
-    After `timeout` seconds without a new point, `end(error)` is called on every rank; it must end the process, because
-    the main thread waits in a collective and cannot. The error has a text on one rank. Before that, this rank says what
-    it waits for, after a minute and then at doubling intervals. Where a rank has ended with an error, `end` is called
-    after half a minute, or after two if it was rank 0 and held the store. A single process has no thread, and nothing
-    is watched.
+    After a minute without a new point, and then at doubling intervals, one rank says what it waits for. After `timeout`
+    seconds `end(error)` is called on every rank, on one of them with a text; it must end the process, because the main
+    thread waits in a collective. Where a rank has ended with an error, `end` is called after half a minute, or after
+    two if it was rank 0 and held the store. A single process has no thread, and nothing is watched.
     """
 
     period = 5.0  # seconds between two posts
 
-    def __init__(self, timeout: float, signals: SignalFlag, say: Say, end: Callable[[FastSuncetError], None]):
-        self.timeout, self.signals, self.say, self.end = timeout, signals, say, end
+    def __init__(self, timeout: float, say: Say, end: Callable[[FastSuncetError], None]):
+        self.timeout, self.say, self.end = timeout, say, end
         self.rank, self.ranks = rank(), world_size()
         self.store: Store | None = None  # until the thread has connected to it
         self.gone = ""  # the rank that was found to have ended with an error
@@ -54,7 +51,6 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def at(self, step: int, point: str) -> None:
-        """Say that this rank's training loop is at `point`: "reads images"."""
         self.position = (self.position[0] + 1, step, point)
 
     def __enter__(self) -> Self:
@@ -73,7 +69,7 @@ class Heartbeat:
 
     def _watch(self) -> None:
         position, since, warned, posts = None, 0.0, 0.0, {}
-        exchange = threading.Thread()
+        exchange, first = threading.Thread(), min(60, self.timeout / 3)
         # Here and not in the main thread: it would try for minutes where the process that holds the store is gone, and
         # hear no stop signal.
         with suppress(RuntimeError):
@@ -82,9 +78,7 @@ class Heartbeat:
             now = time.monotonic()
             if self.position != position:
                 position, since, warned, posts = self.position, now, 0.0, {}
-            waited, asked = now - since, self.signals.requested
-            # After a stop signal, a scheduler waits only a short time for the save.
-            first = min(10 if asked else 60, self.timeout / 3)
+            waited = now - since
             if not exchange.is_alive():
                 exchange = self._exchange_in_time(posts, now, waited > first / 2)
             if exchange.is_alive():
@@ -106,11 +100,10 @@ class Heartbeat:
                 return
             if waited > max(first, 2 * warned):
                 warned = waited
-                # It can be the save that the signal asked for.
-                stop = f"{asked}: the run stops after that, or " if asked else ""
                 if speaks:
-                    ending = f"meta.timeout ends the job after {self.timeout:,.0f} s"
-                    self.say(f"no step for {waited:,.0f} s, {text}; {stop}{ending}")
+                    self.say(
+                        f"no step for {waited:,.0f} s, {text}; meta.timeout ends the job after {self.timeout:,.0f} s"
+                    )
 
     def _exchange_in_time(self, *given: object) -> threading.Thread:
         """Start `_exchange` and wait for a period: where the process that holds the store is stopped, it hangs."""
@@ -148,19 +141,16 @@ class Heartbeat:
         # A rank that never posted has passed no point: before any other, they wait for it.
         found = {number: json.loads(post) if post else [-1] for number, (post, _) in posts.items()}
         behind = silent or {number for number in found if found[number][0] == min(found.values())[0]}
-        if not behind:
-            return silent, "waiting for another rank"
-        lines = []
+        names = []
         for number in sorted(behind)[:SHOWN]:
-            if found[number] == [-1]:
-                lines.append(f"rank {number} (has not begun)")
-                continue
-            _, step, point, where, _ = found[number]
-            gone = "no sign of life; last seen where it " if number in silent else ""
-            lines.append(f"rank {number} ({gone}{point} after step {step:,}, in {where})")
-        if len(behind) > SHOWN:
-            lines.append(f"{len(behind) - SHOWN} more")
-        return silent, f"waiting for {', '.join(lines)}"
+            what = "has not begun"
+            if len(found[number]) > 1:
+                _, step, point, where, _ = found[number]
+                gone = "no sign of life; last seen where it " if number in silent else ""
+                what = f"{gone}{point} after step {step:,}, in {where}"
+            names.append(f"rank {number} ({what})")
+        more = ", and more" if len(behind) > SHOWN else ""
+        return silent, f"waiting for {', '.join(names) or 'another rank'}{more}"
 
 
 def _own_connection(store: Store) -> Store:

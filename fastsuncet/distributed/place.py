@@ -50,16 +50,6 @@ class Place:
         return self.device.type == "cuda"
 
 
-def first_host(nodelist: str) -> str:
-    """Return the first host of Slurm's compressed list: "gpu[003-006,9],login" -> "gpu003"."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+))?", nodelist)
-    if match is None:
-        raise ConfigError(
-            f"SLURM_JOB_NODELIST is {nodelist!r}: no host name in it. Set MASTER_ADDR yourself."
-        )
-    return match[1] + (match[2] or "")
-
-
 def _number(name: str, default: int) -> int:
     """Return a launcher's variable. Raises ConfigError if it is not a number."""
     text = os.environ.get(name, str(default))
@@ -77,7 +67,7 @@ def set_torchrun_variables() -> None:
     tasks = _number("SLURM_NTASKS", 1)
     if tasks == 1 or one_task_per_node():
         return
-    local, host = _slurm("SLURM_LOCALID"), first_host(nodes_of_step())
+    local, host = _slurm("SLURM_LOCALID"), first_host()
     os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=str(tasks), LOCAL_RANK=local)
     # "8(x2)" is two nodes of 8 tasks. Where nodes differ, the first one's number serves for all.
     if here := re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
@@ -91,9 +81,12 @@ def slurm_port() -> int:
     return 20_000 + _number("SLURM_JOB_ID", 9_511) % 10_000
 
 
-def nodes_of_step() -> str:
-    """Return Slurm's list of the step's nodes; the first one of the job need not be among them."""
-    return os.environ.get("SLURM_STEP_NODELIST") or _slurm("SLURM_JOB_NODELIST")
+def first_host() -> str:
+    """Return the first host of a Slurm step, whose list is compressed: "gpu[003-006,9],login" -> "gpu003"."""
+    # The first node of the job need not be one of the step.
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or _slurm("SLURM_JOB_NODELIST")
+    name, _, numbers = nodes.partition(",")[0].partition("[")
+    return name + re.split("[-\\]]", numbers)[0]
 
 
 def _slurm(name: str) -> str:
@@ -129,25 +122,20 @@ def expected_ranks(device: str) -> int:
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
     """Return the GPU of this local rank or the CPU, by meta.device. Raises ConfigError if torch cannot use it."""
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise ConfigError(
-            "meta.device is cuda, but no CUDA device can be used here. `fastsuncet doctor` says what is missing; "
-            "meta.device=cpu runs without one."
-        )
+    gpus, available = torch.cuda.device_count(), torch.cuda.is_available()
     # torch counts the GPUs of a driver that it cannot use.
-    if wanted == "auto" and not available and torch.cuda.device_count() > 0:
+    if not available and (wanted == "cuda" or (wanted == "auto" and gpus > 0)):
         raise ConfigError(
-            f"there are {torch.cuda.device_count()} GPUs, but torch (CUDA {torch.version.cuda}) cannot use their "
-            "driver: update the driver, or install the torch of its CUDA. meta.device=cpu trains without GPUs."
+            f"meta.device is {wanted}, but no CUDA device can be used here. torch (CUDA {torch.version.cuda}) sees "
+            f"{gpus}; `fastsuncet doctor` says what is missing. meta.device=cpu runs without one."
         )
     if wanted == "cpu" or not available:
         return torch.device("cpu")
-    if torch.cuda.device_count() == 1 and "SLURM_LOCALID" in os.environ:
+    if gpus == 1 and "SLURM_LOCALID" in os.environ:
         local_rank = 0  # Slurm gave each task a GPU of its own and hides the others
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= gpus:
         raise ConfigError(
-            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} are visible. "
+            f"local rank {local_rank} has no GPU of its own: {gpus} are visible. "
             "Start one process per GPU (torchrun --nproc-per-node, or srun --ntasks-per-node)."
         )
     if problem := code_problem(local_rank):
@@ -168,10 +156,9 @@ def code_problem(number: int) -> str | None:
 
 @functools.cache  # one per device: memory that one stream has freed is of no use to another
 def work_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which a rank does everything, instead of CUDA's default stream.
+    """Return the stream on which a rank does everything: CUDA's default stream cannot be captured in a graph.
 
-    The default stream cannot be captured in a graph, and DDP keeps autograd nodes that belong to the stream it was
-    built on: a step can be captured only on the stream on which the network was wrapped and warmed up.
+    DDP keeps autograd nodes of the stream that it was built on, so a step must be captured on that one.
     """
     return torch.cuda.Stream(device)
 
@@ -212,9 +199,8 @@ def _server(rank: int, world_size: int, port: str | None) -> Store:
 def join(device: str, timeout: int = 1800) -> Iterator[Place]:
     """Join the ranks that the launcher's variables describe (none: a single rank), and leave them at the end.
 
-    On a GPU `work_stream` is current until then; a notebook goes on with the stream that it had.
-    A collective that waits longer than `timeout` seconds raises HungError. While training runs, heartbeat.py ends the
-    job earlier, with the name of the rank.
+    On a GPU `work_stream` is current until then. A collective that waits longer than `timeout` seconds raises
+    HungError; while training runs, heartbeat.py ends the job earlier, with the name of the rank.
     """
     set_torchrun_variables()
     rank, world_size, local_rank = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
@@ -244,7 +230,13 @@ def _in_group(place: Place, timeout: int) -> Iterator[Place]:
         )
     if _number("MASTER_PORT", 0) > 65_535:
         raise ConfigError(f"MASTER_PORT is {os.environ['MASTER_PORT']}, and a port is at most 65535")
-    notice = threading.Timer(NOTICE, say_line, (_awaited(place), sys.stderr))
+    others, where = counted(world_size - 1, "other rank"), "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+    awaited = (
+        f"[rank {rank}] waiting for {others} at {where}, {START.total_seconds() / 60:.0f} minutes at most. Each rank "
+        "is a process: in a Slurm script write srun before the command, elsewhere start it with torchrun. For a single "
+        "process set WORLD_SIZE=1, or in a Slurm script SLURM_NTASKS=1"
+    )
+    notice = threading.Timer(NOTICE, say_line, (awaited, sys.stderr))
     notice.daemon = True
     notice.start()
     try:
@@ -272,17 +264,6 @@ def _in_group(place: Place, timeout: int) -> Iterator[Place]:
     # Not after any other error: taking a group down can wait for ranks that are stuck in a collective, and the error
     # message would wait with it.
     dist.destroy_process_group()
-
-
-def _awaited(place: Place) -> str:
-    """Return a line for a rank that waits at its start: for whom, where, and how they are started."""
-    others, minutes = counted(place.world_size - 1, "other rank"), START.total_seconds() / 60
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return (
-        f"[rank {place.rank}] waiting for {others} at {where}, {minutes:.0f} minutes at most. Each rank is a process: "
-        "in a Slurm script write srun before the command, elsewhere start it with torchrun. For a single process set "
-        "WORLD_SIZE=1, or in a Slurm script SLURM_NTASKS=1"
-    )
 
 
 def explain_error(error: BaseException) -> BaseException:

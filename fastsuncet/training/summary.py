@@ -28,7 +28,8 @@ def summary(
 ) -> list[str]:
     """Return lines of "name    what", each a fact about this run."""
     a, c = arithmetic, config.criterion
-    method = methods.name(config) if a.supervised_steps else f"{methods.name(config)}, without labels"
+    supervised, shared = a.supervised_steps > 0, config.model.sync_batchnorm
+    method = methods.name(config) if supervised else f"{methods.name(config)}, without labels"
     if 0 < a.supervised_steps < a.steps:
         method += f" for the first {a.supervised_steps:,}"
     elif c.supervised_epochs == "plateau":
@@ -36,53 +37,51 @@ def summary(
     parts = [f"{a.views} x {a.global_unlabeled:,} unlabeled"] if a.views else []
     if a.small_views:
         parts = [f"({a.large_views} + {a.small_views} small) x {a.global_unlabeled:,} unlabeled"]
-    if a.supervised_steps:
+    if supervised:
         several = f" x {a.labeled_views} views" if a.labeled_views > 1 else ""
         parts.append(f"{a.classes_per_batch} classes x {a.global_images_per_class} labeled{several}")
     ranks = counted(a.world_size, "process")
-    view = f"6 x {view_macs(config) / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view"
-    update = petaflops(update_macs(config, a, a.supervised_steps > 0))
-    epoch, whole = update * a.steps_per_epoch, petaflops(run_macs(config, a))
-    memory = step_memory(config, a)
-    feed = feed_memory(config, a, None if images is None else images.train.sizes)
-    size = f"{memory.total / 1e9:.3g} GB ({memory.activations / 1e9:.3g} GB of it activations)"
-    # A GPU holds what DALI decodes there, and nothing of what torchvision has read ahead.
-    by_cpu = place.on_gpu and (config.data.backend == "torchvision" or dali_problem() is not None)
-    where = "on the CPU " if by_cpu else ""
     loss = f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"
     if c.instance == "paws":
         p = config.paws
         loss = f"temperature {c.temperature:g}, targets sharpened by {p.sharpen:g}, labels smoothed by {p.smoothing:g}"
         loss += f", me-max with a prior that is {p.prior}" if p.me_max else ""
-    pieces = len(a.pieces(a.supervised_steps > 0))
+    if place.on_gpu and c.contrasts and methods.tf32(config):
+        loss += ", products in TF32"
+    pieces = len(a.pieces(supervised))
     part, twice = "the whole batch", ""
     if pieces > 1:
         part = f"each of {pieces} pieces, at most {c.micro_batch:,} views (criterion.micro_batch)"
         twice = ", a quarter of it for a second forward pass"
+    norm = f"statistics of {part}"
+    if a.world_size > 1:
+        own = f"statistics of each process's own images in {part}; the paper shares them"
+        norm = f"{norm}, shared by {ranks} (RankBatchNorm)" if shared else own
+    view = f"6 x {view_macs(config) / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view"
+    update = petaflops(update_macs(config, a, supervised))
+    epoch, whole = update * a.steps_per_epoch, petaflops(run_macs(config, a))
     lines = [
         ("run", f"{config.run_folder}"),
         ("data", f"{len(images.train):,} images; {images.split}" if images else "not checked"),
-        (
-            "batch",
-            f"{' + '.join(parts)} = {a.update_views(a.supervised_steps > 0):,} views an update, on {ranks}",
-        ),
+        ("batch", f"{' + '.join(parts)} = {a.update_views(supervised):,} views an update, on {ranks}"),
         ("steps", f"{a.steps_per_epoch:,} an epoch, {a.steps:,} in all; {method}"),
-        ("loss", f"{loss}{tf32_note(config, place)}"),
+        ("loss", loss),
         (
             "compute",
             f"{view}: {update:.4g} petaFLOPs an update{twice}, {epoch:.4g} an epoch, {whole:.4g} the run",
         ),
-        (
-            "memory",
-            f"about {size} a process for the step, and {feed / 1e9:.3g} GB {where}for the images read ahead "
-            f"(estimates); {memory_note(place, memory.total, 0 if by_cpu else feed, a.world_size)}",
-        ),
-        ("norm", norm_note(a.world_size, shared=config.model.sync_batchnorm, part=part)),
+        ("memory", memory_note(config, place, a, None if images is None else images.train.sizes)),
+        ("norm", norm),
         ("device", f"{device_name(config, place)}, {config.meta.precision}{why}, torch {torch.__version__}"),
     ]
     if stream is not None:
+        where = "the GPU" if place.on_gpu else "the CPU"
+        source, problem = f"DALI {dali() or ''} on {where}", f"DALI cannot be used here: {dali_problem()}"
+        if stream.options.backend != "dali":
+            configured = config.data.backend == "torchvision"
+            source = f"torchvision on the CPU ({'as configured' if configured else problem})"
         operator = ", views in one operator" if stream.options.view_operator else ""
-        lines.append(("pixels", f"{pixel_source(stream, config.data.backend)}{operator}"))
+        lines.append(("pixels", f"{source}{operator}"))
     return [f"{name:<9}{text}" for name, text in lines]
 
 
@@ -128,17 +127,23 @@ def feed_memory(config: Config, arithmetic: Arithmetic, sizes: np.ndarray | None
     return (config.data.prefetch + 1) * step
 
 
-def memory_note(place: Place, step: int, feed: int, processes: int) -> str:
-    """Return how much memory there is for processes that need `step` and `feed` bytes each, and what to do if less.
+def memory_note(config: Config, place: Place, arithmetic: Arithmetic, sizes: np.ndarray | None) -> str:
+    """Return what the step and the images read ahead take, how much memory there is, and what to do if it is less.
 
     Each process has a GPU of its own; on a CPU they share the machine's memory.
     """
-    on_gpu, memory = place.device.type == "cuda", memory_of(place.device)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    there = f"{'the GPU' if on_gpu else 'this machine'} has {memory / 1e9:.3g} GB"
-    if (1 if on_gpu else here) * (step + feed) <= memory:
-        return there
-    return f"{there}, WHICH IS LESS: set criterion.micro_batch, or lower the batch (docs/speed.md)"
+    step, feed = step_memory(config, arithmetic), feed_memory(config, arithmetic, sizes)
+    # A GPU holds what DALI decodes there, and nothing of what torchvision has read ahead.
+    by_cpu = place.on_gpu and (config.data.backend == "torchvision" or dali_problem() is not None)
+    memory, who = memory_of(place.device), "the GPU" if place.on_gpu else "this machine"
+    here = 1 if place.on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", arithmetic.world_size))
+    less = here * (step.total + (0 if by_cpu else feed)) > memory
+    advice = ", WHICH IS LESS: set criterion.micro_batch, or lower the batch (docs/speed.md)" if less else ""
+    return (
+        f"about {step.total / 1e9:.3g} GB ({step.activations / 1e9:.3g} GB of it activations) a process for the step, "
+        f"and {feed / 1e9:.3g} GB {'on the CPU ' if by_cpu else ''}for the images read ahead (estimates); {who} has "
+        f"{memory / 1e9:.3g} GB{advice}"
+    )
 
 
 def check_memory(config: Config, arithmetic: Arithmetic, memory: int) -> None:
@@ -149,21 +154,6 @@ def check_memory(config: Config, arithmetic: Arithmetic, memory: int) -> None:
         text = f"a step of one process needs about {needed / 1e9:,.0f} GB, and the GPU has {memory / 1e9:,.0f} GB"
         fix = "Set criterion.micro_batch=512 to pass the batch in pieces (docs/speed.md), use more GPUs, or lower it"
         raise config.error(f"criterion.{key}", f"{text}. {fix}")
-
-
-def norm_note(ranks: int, *, shared: bool, part: str = "the whole batch") -> str:
-    """Return whose statistics a run of `ranks` processes uses, for its summary; `part` of the batch at a time."""
-    if ranks == 1:
-        return f"statistics of {part}"
-    if shared:
-        return f"statistics of {part}, shared by {ranks} processes (RankBatchNorm)"
-    return f"statistics of each process's own images in {part}; the paper shares them"
-
-
-def tf32_note(config: Config, place: Place) -> str:
-    """Return the summary's note on losses that are not computed in float32 (criterion.products), or ""."""
-    on = place.device.type == "cuda" and config.criterion.contrasts and methods.tf32(config)
-    return ", products in TF32" if on else ""
 
 
 def speed_on_cpu(config: Config) -> str:
@@ -177,12 +167,3 @@ def device_name(config: Config, place: Place) -> str:
     if place.device.type == "cuda":
         return torch.cuda.get_device_name(place.device)
     return f"CPU, {counted(config.meta.threads or torch.get_num_threads(), 'thread')}"
-
-
-def pixel_source(stream: PairedStream, asked: str) -> str:
-    """Return what decodes and augments: "DALI 2.4.0 on the GPU", or torchvision and why. `asked` is data.backend."""
-    if stream.options.backend != "dali":
-        why = "as configured" if asked == "torchvision" else f"DALI cannot be used here: {dali_problem()}"
-        return f"torchvision on the CPU ({why})"
-    where = "the GPU" if stream.place.device.type == "cuda" else "the CPU"
-    return f"DALI {dali() or ''} on {where}"

@@ -233,7 +233,7 @@ class Trainer(Generic[Task]):
             end_hung(error, lambda: status.path.exists() and status.write(*how))
 
         say = self.logger.say if self.place.first else say_line
-        return Heartbeat(self.task.config.meta.timeout, self.signals, say, end)
+        return Heartbeat(self.task.config.meta.timeout, say, end)
 
     def stop_if_requested(self) -> None:
         """Raise Preempted once any rank got a signal. Called equally often on all ranks; waits for no device."""

@@ -16,7 +16,6 @@ from fastsuncet.cli import main
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed import heartbeat
 from fastsuncet.distributed.heartbeat import Heartbeat
-from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import HungError
 from pipelines.data_errors import DataError
 from tests.support.ranks import start_forked, started_by_an_agent
@@ -33,7 +32,7 @@ def hearts(monkeypatch):
     for number in range(2):
         monkeypatch.setattr(heartbeat, "rank", lambda number=number: number)
         said, ended = [], []
-        found.append((Heartbeat(1.5, SignalFlag(), said.append, ended.append), said, ended))
+        found.append((Heartbeat(1.5, said.append, ended.append), said, ended))
     return found
 
 
@@ -97,14 +96,11 @@ def test_heartbeat_names_the_process_that_holds_the_store_and_is_stopped(hearts,
 
 
 @pytest.mark.slow
-def test_heartbeat_after_a_signal_says_what_the_stop_waits_for(hearts):
-    """And already the first line names the rank that never posted, not the one that waits for it."""
+def test_heartbeat_names_a_rank_that_never_posted_from_the_first_line_on(hearts):
     (one, said, ended), _ = hearts
-    one.signals.requested = "SIGTERM"
     with one:
         wait_for_end(ended)
-    ending = "SIGTERM: the run stops after that, or meta.timeout ends the job after 2 s"
-    assert f"waiting for rank 1 (has not begun); {ending}" in said[0]
+    assert "waiting for rank 1 (has not begun); meta.timeout ends the job after 2 s" in said[0]
     assert "waiting for rank 1 (has not begun). Nothing was saved" in str(ended[0])
 
 
@@ -129,7 +125,7 @@ def test_heartbeat_begins_at_once_where_the_store_is_gone(monkeypatch):
     )
     monkeypatch.setattr(heartbeat, "world_size", lambda: 2)
     monkeypatch.setattr(Heartbeat, "period", 0.1)
-    with Heartbeat(60.0, SignalFlag(), print, print) as heart:
+    with Heartbeat(60.0, print, print) as heart:
         pass
     assert connecting == [heart._thread] and heart._thread.is_alive()
     given_up.set()

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from fastsuncet import cli
 from fastsuncet.distributed import launch, place
-from fastsuncet.distributed.place import explain_error, first_host, join, pick_device
+from fastsuncet.distributed.place import explain_error, join, pick_device
 from fastsuncet.distributed.signals import STOP_SIGNALS
 from fastsuncet.errors import ConfigError, FastSuncetError, HungError
 from pipelines import atomic_files
@@ -43,22 +43,12 @@ SLURM = {
 
 
 @pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("gpu[003-006,9],login", "gpu003"),
-        ("node7", "node7"),
-        ("a1,b[2-3]", "a1"),
-        ("rack-2-n[10,12]", "rack-2-n10"),
-    ],
-)
-def test_first_host_of_slurms_list(nodes, host):
-    assert first_host(nodes) == host
-
-
-@pytest.mark.parametrize(
     ("changes", "ranks"),
     [
         ({}, ("13", "16", "5", "gpu003")),  # one Slurm task per rank
+        ({"SLURM_JOB_NODELIST": "node7"}, ("13", "16", "5", "node7")),
+        ({"SLURM_JOB_NODELIST": "a1,b[2-3]"}, ("13", "16", "5", "a1")),
+        ({"SLURM_STEP_NODELIST": "rack-2-n[10,12],x"}, ("13", "16", "5", "rack-2-n10")),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ("1", "2", None, None)),  # torchrun's own variables win
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}, (None,) * 4),  # one process
     ],
@@ -105,7 +95,13 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
         (0, False, "cuda", 0, r"meta\.device=cpu"),
         (0, False, "auto", 0, torch.device("cpu")),
         # Else eight ranks would train on the CPU.
-        (8, False, "auto", 0, r"there are 8 GPUs, .* cannot use their driver: update the driver"),
+        (
+            8,
+            False,
+            "auto",
+            0,
+            r"no CUDA device can be used here. torch \(CUDA .*\) sees 8; `fastsuncet doctor`",
+        ),
         (8, False, "cpu", 0, torch.device("cpu")),
         (1, True, "auto", 5, torch.device("cuda", 0)),  # the only one that Slurm shows to a task
         (2, True, "auto", 2, "no GPU of its own"),

@@ -6,45 +6,67 @@ import numpy as np
 import pytest
 import torch
 
-from fastsuncet.config import load_config
+from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.training import summary
 from tests.support.runs import CONFIGS
+
+IMAGES = 1_281_167
+
+
+def digits(*words: str) -> Config:
+    return load_config(CONFIGS / "digits_demo.yaml", ["optimization.warmup=0", *words])
+
+
+def paper(*words: str) -> Config:
+    return load_config(CONFIGS / "in1k_simclr.yaml", ["data.root=none", "meta.precision=bf16", *words])
+
+
+@pytest.fixture
+def lines_of(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(summary, "memory_of", lambda _: 40 * 10**9)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+    def lines(
+        config: Config, device: str = "cpu", ranks: int = 1, images=None, stream=None
+    ) -> dict[str, str]:
+        place = Place(0, ranks, torch.device(device))
+        found = summary.summary(config, place, images, config.resolve(ranks, IMAGES), stream)
+        return dict(line.split(maxsplit=1) for line in found)
+
+    return lines
 
 
 @pytest.mark.parametrize(
     ("asked", "problem", "why"),
     [
-        ("torchvision", None, "as configured"),
         ("torchvision", "No module named 'nvidia'", "as configured"),
         ("auto", "libcuda.so: not found", "DALI cannot be used here: libcuda.so: not found"),
     ],
 )
-def test_pixel_source_says_why_it_is_not_dali(monkeypatch, asked, problem, why):
+def test_summary_says_why_pixels_are_not_dalis(lines_of, monkeypatch, asked, problem, why):
     monkeypatch.setattr(summary, "dali_problem", lambda: problem)
-    stream = SimpleNamespace(options=SimpleNamespace(backend="torchvision"))
-    assert summary.pixel_source(stream, asked) == f"torchvision on the CPU ({why})"
+    stream = SimpleNamespace(options=SimpleNamespace(backend="torchvision", view_operator=False))
+    found = lines_of(digits(f"data.backend={asked}"), stream=stream)
+    assert found["pixels"] == f"torchvision on the CPU ({why})"
 
 
 class ManyImages:
-    """1,281,167 images, of one size, without files."""
+    """The paper's images, of one size, without files."""
 
     sizes = np.full((7, 2), (400, 500))
 
     def __len__(self) -> int:
-        return 1_281_167
+        return IMAGES
 
 
-def test_summary_says_what_pieces_cost_and_what_batchnorm_sees():
+def test_summary_says_what_pieces_cost_and_what_batchnorm_sees(lines_of):
     """4,096 images on one process: 364 GB at once, the memory of 512 views and all pixels in pieces."""
-    found = {}
-    for name, asked in (("whole", ()), ("pieces", ("criterion.micro_batch=512",))):
-        config = load_config(CONFIGS / "in1k_simclr.yaml", ["data.root=none", "meta.precision=bf16", *asked])
-        sizes = config.resolve(1, 1_281_167)
-        images = SimpleNamespace(train=ManyImages(), split="none")
-        lines = summary.summary(config, Place(0, 1, torch.device("cpu")), images, sizes, None)
-        found[name] = dict(line.split(maxsplit=1) for line in lines), summary.step_memory(config, sizes)
-    (whole, memory), (pieces, less) = found["whole"], found["pieces"]
+    images = SimpleNamespace(train=ManyImages(), split="none")
+    configs = paper(), paper("criterion.micro_batch=512")
+    whole, pieces = (lines_of(config, images=images) for config in configs)
+    memory, less = (summary.step_memory(config, config.resolve(1, IMAGES)) for config in configs)
     assert whole["norm"] == "statistics of the whole batch"
     assert pieces["norm"] == "statistics of each of 16 pieces, at most 512 views (criterion.micro_batch)"
     assert ", a quarter of it for a second forward pass, " in pieces["compute"]
@@ -60,66 +82,51 @@ def test_summary_says_what_pieces_cost_and_what_batchnorm_sees():
     ("asked", "problem", "where"),
     [("auto", None, ""), ("torchvision", None, "on the CPU "), ("auto", "no DALI", "on the CPU ")],
 )
-def test_summary_counts_images_on_a_gpu_where_dali_decodes_there(monkeypatch, asked, problem, where):
+def test_summary_counts_images_on_a_gpu_where_dali_decodes_there(
+    lines_of, monkeypatch, asked, problem, where
+):
     """28 GB of a step and 26 GB of images, beside a GPU of 40 GB."""
     monkeypatch.setattr(summary, "dali_problem", lambda: problem)
-    monkeypatch.setattr(summary, "memory_of", lambda _: 40 * 10**9)
-    monkeypatch.setattr(summary, "device_name", lambda *_: "a GPU")
-    words = ["data.root=none", "meta.precision=bf16", "criterion.micro_batch=512", f"data.backend={asked}"]
-    config = load_config(CONFIGS / "in1k_simclr.yaml", words)
-    place = Place(0, 1, torch.device("cuda", 0))
-    lines = summary.summary(config, place, None, config.resolve(1, 1_281_167), None)
-    (memory,) = (line for line in lines if line.startswith("memory"))
+    memory = lines_of(paper("criterion.micro_batch=512", f"data.backend={asked}"), "cuda")["memory"]
     assert f" GB {where}for the images" in memory and ("WHICH IS LESS" in memory) == (not where)
+    assert "; the GPU has 40 GB" in memory
 
 
-def test_device_name_has_the_threads_of_the_config():
-    place, configs = Place(0, 1, torch.device("cpu")), (CONFIGS / "digits_demo.yaml", ["meta.threads=7"])
-    assert summary.device_name(load_config(*configs), place) == "CPU, 7 threads"
-
-
-def test_norm_note_says_whose_statistics_a_run_uses():
-    note = summary.norm_note
-    assert note(8, shared=True) == "statistics of the whole batch, shared by 8 processes (RankBatchNorm)"
-    assert note(1, shared=True) == note(1, shared=False) == "statistics of the whole batch"
-    assert "each process's own images" in note(2, shared=False)
+@pytest.mark.parametrize(
+    ("device", "ranks", "less"), [("cpu", 1, False), ("cpu", 2, True), ("cuda", 2, False)]
+)
+def test_summary_compares_all_that_shares_a_memory_with_it(lines_of, monkeypatch, device, ranks, less):
+    """The processes of a CPU share it; a GPU has one process."""
+    config = digits()
+    sizes = config.resolve(ranks, IMAGES)
+    need = summary.step_memory(config, sizes).total + summary.feed_memory(config, sizes, None)
+    monkeypatch.setattr(summary, "memory_of", lambda _: 1.5 * need)
+    monkeypatch.setattr(summary, "dali_problem", lambda: None)
+    assert ("WHICH IS LESS" in lines_of(config, device, ranks)["memory"]) == less
 
 
 SWAV_ALONE = ("criterion.supervision=cross_entropy", "criterion.instance=swav", "swav.small_crops=0")
+TF32 = "criterion.products=tf32"
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "products", "method", "note"),
+    ("words", "device", "ranks", "line", "end"),
     [
-        ("cuda", "bf16", "tf32", (), ", products in TF32"),
-        ("cuda", "fp32", "tf32", (), ""),
-        ("cuda", "bf16", "fp32", (), ""),
-        ("cpu", "bf16", "tf32", (), ""),
-        ("cuda", "bf16", None, SWAV_ALONE, ""),  # these losses have no such product
+        (["meta.threads=7"], "cpu", 1, "device", f"CPU, 7 threads, fp32, torch {torch.__version__}"),
+        ([], "cpu", 2, "norm", "the whole batch, shared by 2 processes (RankBatchNorm)"),
+        (
+            ["model.sync_batchnorm=false"],
+            "cpu",
+            2,
+            "norm",
+            "own images in the whole batch; the paper shares them",
+        ),
+        (["meta.precision=bf16", TF32], "cuda", 1, "loss", ", products in TF32"),
+        (["meta.precision=fp32", TF32], "cuda", 1, "loss", "by sample"),
+        (["meta.precision=bf16", "criterion.products=fp32"], "cuda", 1, "loss", "by sample"),
+        (["meta.precision=bf16", TF32], "cpu", 1, "loss", "by sample"),
+        (["meta.precision=bf16", *SWAV_ALONE], "cuda", 1, "loss", "by sample"),  # it has no such product
     ],
 )
-def test_tf32_note_is_there_where_losses_are_not_in_float32(device, precision, products, method, note):
-    asked = [f"meta.precision={precision}", *method]
-    asked += [f"criterion.products={products}"] if products else []
-    config = load_config(CONFIGS / "digits_demo.yaml", asked)
-    assert summary.tf32_note(config, Place(0, 1, torch.device(device))) == note
-
-
-@pytest.mark.parametrize(
-    ("device", "processes", "feed", "there", "less"),
-    [
-        ("cpu", 1, 1, "this machine has 8 GB", False),
-        ("cpu", 2, 1, "this machine has 8 GB", True),
-        ("cuda", 2, 1, "the GPU has 8 GB", False),
-        ("cuda", 1, 5, "the GPU has 8 GB", True),
-    ],
-)
-def test_memory_note_compares_all_that_shares_a_memory_with_it(
-    monkeypatch, device, processes, feed, there, less
-):
-    """The processes of a CPU share it; a GPU has one process, which also decodes there."""
-    monkeypatch.setattr(summary, "memory_of", lambda _: 8 * 10**9)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    place = Place(0, 1, torch.device(device))
-    note = summary.memory_note(place, 4 * 10**9, feed * 10**9, processes)
-    assert (note == there) != less and note.startswith(there)
+def test_summary_line_of_a_config_and_its_place(lines_of, words, device, ranks, line, end):
+    assert lines_of(digits(*words), device, ranks)[line].endswith(end)
