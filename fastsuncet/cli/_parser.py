@@ -52,7 +52,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse for the command `name`, with errors in the form of our others, which name the nearest option or setting.
+    """argparse for the command `name`, with errors in the form of our others, which name the nearest option.
 
     The command's module declares its arguments, if it has any, in `arguments(parser)`. The work is done by its
     `run(parser, options)`, which imports what is slow, or without one by the function of `fastsuncet.commands` that has
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, name: str):
-        self.name, self.operand, self.rest, self.ranks = name, "", list[str](), False
+        self.name, self.operand, self.ranks = name, "", False
         self.module: Any = _module(name)
         text = self.module.__doc__.strip()
         above, *below = re.split(r"\n\n(?=examples:|exit codes:)", text, maxsplit=1)
@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
         Of a command that takes a config the options have it as `config`; of another one that takes overrides, the word
         before them as `name`, and the `overrides`.
         """
-        self.rest, line = rest, [*self.name.split(), *rest]
+        line = [*self.name.split(), *rest]
         options = self.parse_intermixed_args(rest)
         if not self.operand:
             return options
@@ -176,40 +176,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError."""
-        match = re.match(r"unrecognized arguments: (\S+)", message)
-        if taken := re.match(r"argument (\S+): ignored explicit argument '(.*)'", message):
-            match = ("", f"{taken[1]}={taken[2]}")
-        if match:
-            near = get_close_matches(match[1], self._option_string_actions, 1, 0.7)
+        if match := re.match(r"unrecognized arguments: (\S+)", message):
             message = f"unknown argument {match[1]}"
-            if near:
+            if near := get_close_matches(match[1], self._option_string_actions, 1, 0.7):
                 message += f"; did you mean {near[0]}?"
-            elif match[1].partition("=")[0] in ("--gpus", "--num-gpus", "--devices", "--nproc-per-node"):
+            elif self.operand and match[1].startswith("--"):
                 message += (
-                    "; a command uses all GPUs that it sees, and CUDA_VISIBLE_DEVICES=0,1 shows it these two"
+                    "; a setting is section.key=value, and CUDA_VISIBLE_DEVICES=0,1 shows a command two GPUs"
                 )
-            elif settings := self._settings(match[1]):
-                message += f"; write {settings}"
-            elif not match[1].startswith("-"):
-                names = [str(each.metavar or each.dest) for each in self._actions if not each.option_strings]
-                message += f"; besides {' and '.join(names)}, every value follows an option" if names else ""
         raise UsageError(f"{message}\nSee `{self.prog} --help`")
-
-    def _settings(self, option: str) -> str:
-        """Return the settings that `--name value` or `--name=value` can mean: "section.name=value"."""
-        if not option.startswith("--") or not self.operand:
-            return ""
-        from fastsuncet.config.messages import keys_ending_in, nearest_key
-        from fastsuncet.config.problems import words
-        from fastsuncet.config.schema import CONFIG
-
-        name, _, value = option.removeprefix("--").partition("=")
-        after = dict(zip(self.rest, self.rest[1:])).get(option, "")
-        value = value or ("" if after.startswith("-") else after) or "VALUE"
-        leaf = name.rpartition(".")[2].replace("-", "_")
-        keys = [name] if name in CONFIG.values else keys_ending_in(CONFIG, leaf)
-        keys = keys or list(filter(None, [nearest_key(CONFIG, leaf, {})]))
-        return words([f"{key}={value}" for key in keys]) if keys else ""
 
 
 # ------------------------------------------------------------------------------------------------- values of arguments
@@ -224,20 +199,12 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
-def number(text: str) -> float:
-    """Return the number that an argument is."""
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number such as 0.5, not {text}") from None
-
-
 def output_path(text: str) -> Path:
     """Return the path of a file or folder to write."""
     found = path(text)
     # While it is written, something hidden with a longer name is next to it, and names end at 255 bytes.
-    if "\0" in text or len(os.fsencode(found.name)) > 240:
-        raise argparse.ArgumentTypeError("a name has at most 240 bytes, none of them zero")
+    if len(os.fsencode(found.name)) > 240:
+        raise argparse.ArgumentTypeError("a name has at most 240 bytes")
     return found
 
 

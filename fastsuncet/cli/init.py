@@ -18,12 +18,12 @@ examples:
   fastsuncet init photos --weights runs/mine --output again.yaml
 """
 
-from fastsuncet.cli._parser import Parser, number, path
+from fastsuncet.cli._parser import Parser, path
 
 
 def arguments(parser: Parser) -> None:
     parser.takes("folder", "FOLDER", "images: class folders, any tree, or tar shards", type=path)
     parser.takes("--labels", "FILE", "a CSV of lines file,label", type=path)
-    parser.takes("--hours", "H", "hours that the training can take (default: 1)", type=number, default=1.0)
+    parser.takes("--hours", "H", "hours that the training can take (default: 1)", type=float, default=1.0)
     parser.takes("--weights", "W", "a file or a run, a network of timm's, or none (default: timm's)")
     parser.writes("(default: mine.yaml)", required=False, default="mine.yaml")

@@ -16,10 +16,10 @@ examples:
 `fastsuncet train fast.yaml` then trains with them, with the same changes behind it.
 """
 
-from fastsuncet.cli._parser import Parser, number
+from fastsuncet.cli._parser import Parser
 
 
 def arguments(parser: Parser) -> None:
-    parser.takes("--minutes", "M", "start no trial after this (default: 20)", type=number, default=20.0)
+    parser.takes("--minutes", "M", "start no trial after this (default: 20)", type=float, default=20.0)
     parser.writes("the config to write, such as fast.yaml (required)")
     parser.takes_config(ranks=True)

@@ -154,8 +154,7 @@ TWO_CONFIGS = (
     "expected one config, not 2 (a.yaml, b.yaml). "
     "Write a change to it as section.key=value, in quotes if it has spaces"
 )
-TOO_LONG = "argument --output: a name has at most 240 bytes, none of them zero"
-GPUS = "a command uses all GPUs that it sees, and CUDA_VISIBLE_DEVICES=0,1 shows it these two"
+SETTING = "a setting is section.key=value, and CUDA_VISIBLE_DEVICES=0,1 shows a command two GPUs"
 CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
 
 
@@ -174,22 +173,12 @@ CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
         ("train ", "which config? For example: fastsuncet train  digits_demo", "train"),
         ("train a.yaml b.yaml", TWO_CONFIGS, "train"),
         ("train run.yaml --dryrun", "unknown argument --dryrun; did you mean --dry-run?", "train"),
-        ("train run.yaml --dry", "unknown argument --dry; did you mean --dry-run?", "train"),
-        ("train run.yaml --dry-run=stp", "unknown argument --dry-run=stp; did you mean --dry-run=step?", "train"),
-        (f"train run.yaml --dry-run=\\{'z' * 30}", f"unknown argument --dry-run=\\\\{'z' * 30}", "train"),
-        ("train run.yaml --zzz", "unknown argument --zzz", "train"),
-        ("train run.yaml --gpus=1", f"unknown argument --gpus=1; {GPUS}", "train"),
-        (f"embed a b --output {241 * 'x'}", TOO_LONG, "embed"),
-        ("train run.yaml --lr 3", "unknown argument --lr; write optimization.lr=3 or finetune.lr=3", "train"),
-        ("train run.yaml --warm-up=3", "unknown argument --warm-up=3; write optimization.warmup=3", "train"),
-        ("train run.yaml --model.stem", "unknown argument --model.stem; write model.stem=VALUE", "train"),
+        ("train run.yaml --zzz", f"unknown argument --zzz; {SETTING}", "train"),
+        ("train run.yaml --gpus=1", f"unknown argument --gpus=1; {SETTING}", "train"),
+        (f"embed a b --output {241 * 'x'}", "argument --output: a name has at most 240 bytes", "embed"),
         ("doctor me", "unknown argument me", "doctor"),
-        ("init photos a.csv", "unknown argument a.csv; besides FOLDER, every value follows an option", "init"),
-        ("completion bash x", "unknown argument x; besides shell, every value follows an option", "completion"),
-        ("init photos --hours 0,5", "argument --hours: must be a number such as 0.5, not 0,5", "init"),
+        ("init photos --hours 0,5", "argument --hours: invalid float value: '0,5'", "init"),
         ("preview run.yaml --step -1", "argument --step: must be a whole number, 0 or more, not -1", "preview"),
-        ("preview run.yaml --step two", "argument --step: must be a whole number, 0 or more, not two", "preview"),
-        ("demo --seed -1", "argument --seed: must be a whole number, 0 or more, not -1", "demo"),
         ("data check . meta.seed=3", ". is a folder, and a folder has no keys to override", "data check"),
     ],
 )  # fmt: skip
