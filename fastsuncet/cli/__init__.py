@@ -62,22 +62,10 @@ def _dispatch(arguments: list[str]) -> int:
     if asked and group:
         print(overview(group))
         return 0
-    raise UsageError(_unknown_command(arguments, group))
-
-
-def _unknown_command(arguments: list[str], group: list[str]) -> str:
-    first = arguments[0]
-    second = " ".join(word for word in arguments[1:2] if not word.startswith("-"))
-    near = (
-        (second and get_close_matches(f"{first} {second}", group, 1))
-        or group
-        or get_close_matches(" ".join(arguments[:2]), COMMANDS, 1)
-        or get_close_matches(first, COMMANDS, 1)
-    )
-    if not near and first.endswith((".yaml", ".yml")):
-        near = [f"train {first}"]
+    near = group or get_close_matches(" ".join(arguments[:2]), COMMANDS, 1)
+    near = near or get_close_matches(arguments[0], COMMANDS, 1)
     hint = f"; did you mean {' or '.join(f'`fastsuncet {name}`' for name in near)}?" if near else ""
-    return f"unknown command {first}{hint}\nSee `fastsuncet --help`"
+    raise UsageError(f"unknown command {arguments[0]}{hint}\nSee `fastsuncet --help`")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -166,8 +166,6 @@ CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
         ("data", "unknown command data; did you mean `fastsuncet data check` or `fastsuncet data pack`?", ""),
         ("evaluate", "the following arguments are required: KIND, CONFIG", "evaluate"),
         ("evaluate knn", "which config? For example: fastsuncet evaluate knn digits_demo", "evaluate"),
-        ("data chekc", "unknown command data; did you mean `fastsuncet data check`?", ""),
-        ("run.yaml", "unknown command run.yaml; did you mean `fastsuncet train run.yaml`?", ""),
         ("frobnicate", "unknown command frobnicate", ""),
         ("train", CONFIG_NEEDED, "train"),
         ("train ", "which config? For example: fastsuncet train  digits_demo", "train"),
