@@ -33,7 +33,7 @@ examples:
       'data.augmentation.std=[0.229, 0.224, 0.225]'
 """
 
-from fastsuncet.cli._parser import Options, Parser
+from fastsuncet.cli._parser import Parser
 
 
 def arguments(parser: Parser) -> None:
@@ -41,11 +41,3 @@ def arguments(parser: Parser) -> None:
     parser.takes("kind", "KIND", ", ".join(kinds), choices=kinds)
     parser.takes_encoder(every=True)
     parser.takes_config(ranks=True)
-
-
-def run(parser: Parser, options: Options) -> int:
-    # k-NN and the linear classifier can do with the labels alone.
-    options.config.require_data(validation=options.kind not in ("knn", "linear"))
-    from fastsuncet.commands.evaluate import evaluate
-
-    return evaluate(**vars(options))

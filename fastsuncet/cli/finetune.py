@@ -30,16 +30,9 @@ If memory is not enough, finetune.accumulate=A makes each update in A passes. Ba
 1/A of a process's images.
 """
 
-from fastsuncet.cli._parser import Options, Parser
+from fastsuncet.cli._parser import Parser
 
 
 def arguments(parser: Parser) -> None:
     parser.takes_encoder(every=True)
     parser.takes_config(ranks=True)
-
-
-def run(parser: Parser, options: Options) -> int:
-    options.config.require_data()
-    from fastsuncet.commands.finetune import finetune
-
-    return finetune(**vars(options))

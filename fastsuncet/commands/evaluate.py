@@ -57,6 +57,7 @@ def evaluate(
     every: bool = False,
 ) -> int:
     """Measure the chosen checkpoints, print each number and write each result; return the exit code."""
+    config.require_data(validation=kind not in WITHOUT_VALIDATION)
     require_packages(config)  # before hours of features
     # Nothing is resumed, so there is no status to read after a signal.
     with as_rank(config, arguments) as place:

@@ -52,6 +52,7 @@ def finetune(
     `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
     further ranks. Raises ConfigError, DataError, NumericalError, CheckpointError, and Preempted once all is saved.
     """
+    config.require_data()
     require_packages(config)
     digest = hashlib.sha256(os.fsencode("\n".join(arguments))).hexdigest()[:8]
     # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
