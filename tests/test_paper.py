@@ -10,8 +10,7 @@ import pytest
 
 from fastsuncet import cli
 from fastsuncet.commands.report import paper
-from fastsuncet.commands.sweep.runs import Job, expand, runs_named
-from fastsuncet.commands.sweep.spec import read_sweep
+from fastsuncet.commands.sweep.runs import Job, expand, read_sweep, runs_named
 from fastsuncet.config import Config, load_config
 from fastsuncet.metrics.results import asked
 from fastsuncet.models.flops import classifier_macs, petaflops, run_macs

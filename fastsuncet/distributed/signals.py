@@ -12,7 +12,7 @@
    has entered `SignalFlag` a signal ends the process at once.
 
 Who passes signals on: launch.py to its ranks, and returns the code of the first one that left with a reason, or after a
-signal what status.json says; and commands/sweep/child.py to the sweep's command. When one of them dies, of kill -9 or
+signal what status.json says; and commands/sweep to the sweep's command. When one of them dies, of kill -9 or
 of a signal that it does not handle, the kernel sends SIGTERM (`end_with_parent`).
 """
 

@@ -7,7 +7,7 @@ import pytest
 
 from fastsuncet import cli
 from fastsuncet.commands.sweep import runs
-from fastsuncet.commands.sweep.spec import read_sweep
+from fastsuncet.commands.sweep.runs import read_sweep
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.shipped import shipped
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastsuncet import cli
-from fastsuncet.commands.sweep import sweep
-from fastsuncet.commands.sweep.child import Children
+from fastsuncet.commands.sweep import Children, sweep
 from fastsuncet.commands.sweep.jobs import JobState, job_state
 from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError

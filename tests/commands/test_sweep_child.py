@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastsuncet.commands.sweep.child import Children
+from fastsuncet.commands.sweep import Children
 
 READY = "pathlib.Path('ready').touch(); time.sleep(60)"
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet import cli
-from fastsuncet.commands.sweep.runs import Run, runs_named, runs_of_task
-from fastsuncet.commands.sweep.spec import COMMANDS
+from fastsuncet.commands.sweep.runs import COMMANDS, Run, runs_named, runs_of_task
 from fastsuncet.config import ConfigErrors
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.errors import ConfigError
@@ -134,6 +133,6 @@ def test_runs_named():
     runs = [Run(name, ()) for name in ("a-1", "a-2", "b-1")]
     assert [run.name for run in runs_named(runs, ["a-*", "b-1"])] == ["a-1", "a-2", "b-1"]
     assert runs_named(runs, []) == runs
-    message = "--only 2: no run has such a name; did you mean a-2[?] --dry-run lists the 3 runs"
+    message = "--only 2: no run has such a name; --dry-run lists the 3 runs"
     with pytest.raises(ConfigError, match=message):
         runs_named(runs, ["a-1", "2"])

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from fastsuncet.commands.sweep.runs import Run, expand
-from fastsuncet.commands.sweep.spec import read_sweep
+from fastsuncet.commands.sweep.runs import Run, expand, read_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = f"base: {ROOT}/configs/digits_demo.yaml\n"

@@ -1,19 +1,26 @@
 """`fastsuncet sweep`: run the commands of every run in one file, one after the other or as tasks of a job array.
 
-Each command is a process. What is done is skipped and what was stopped is continued, so that the same command can
-always be given again. Nothing starts before the configs of all runs are checked.
+Each command is a process, as when a person types it. What is done is skipped and what was stopped is continued, so that
+the same command can always be given again. Nothing starts before the configs of all runs are checked.
 """
 
 import os
 import shlex
+import signal
+import subprocess
 from collections.abc import Sequence
+from types import FrameType
 
-from fastsuncet.commands.sweep.child import PREEMPTED, Children
 from fastsuncet.commands.sweep.jobs import job_state
-from fastsuncet.commands.sweep.runs import Job, Run, expand, runs_named, runs_of_task
-from fastsuncet.commands.sweep.spec import read_sweep
+from fastsuncet.commands.sweep.runs import Job, Run, expand, read_sweep, runs_named, runs_of_task
+from fastsuncet.distributed.signals import SignalFlag, end_with_parent
 from fastsuncet.errors import CheckpointError, ConfigError
+from fastsuncet.paths import cli_command
 from pipelines.output import counted, say_line
+
+# Exit codes with which a child reports a problem of its own, whether it was asked to stop or not; see errors.py.
+REFUSED = (2, 3, 4, 5, 130)
+PREEMPTED = 75
 
 
 def sweep(
@@ -90,6 +97,42 @@ def _work(runs: Sequence[Run], keep_going: bool) -> int:
                         "rest is all there is. If it is the last one, `fastsuncet train` then makes it again"
                     )
     return failed
+
+
+class Children(SignalFlag):
+    """Run commands one after the other and pass every signal to the running one; nothing more is started then.
+
+    Each has its own session: a scheduler or a terminal signals a whole process group, the child would get the signal
+    twice, and the second one breaks off the shutdown of torchrun's agent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._child: subprocess.Popen | None = None
+        self._pending: list[int] = []
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Wait for the child and return its exit code, or 128 + the signal that killed it, as a shell does.
+
+        Return 75 where a stop was requested and the child gives no reason of its own: the same command continues it.
+        """
+        # A run whose sweep was killed must not go on beside that of the restarted sweep.
+        words = [*cli_command(), *arguments]
+        self._child = subprocess.Popen(words, start_new_session=True, preexec_fn=end_with_parent)
+        while self._pending:  # a signal that came just before the child was there
+            self._child.send_signal(self._pending.pop(0))
+        code = self._child.wait()
+        self._child = None
+        if self.requested is not None and code not in (0, *REFUSED):
+            return PREEMPTED
+        return code if code >= 0 else 128 - code
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.requested = self.requested or signal.Signals(number).name
+        if self._child is None:
+            self._pending.append(number)
+        else:
+            self._child.send_signal(number)  # does nothing where it has just ended
 
 
 def _command_line(job: Job) -> str:

@@ -1,27 +1,152 @@
-"""From a sweep's file to its runs: every combination with its name, its configs and its command lines."""
+"""A sweep's file, which the help of cli/sweep.py shows, and its runs: every combination, its configs and commands."""
 
 import json
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from fastsuncet.commands.sweep.spec import TAG, Group, Spec
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, create_model
+
 from fastsuncet.config import Config, load_config
-from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem
-from fastsuncet.config.reader import as_yaml, parse_override
+from fastsuncet.config.messages import allowed, field_problems
+from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem, words
+from fastsuncet.config.reader import Document, as_yaml, parse_override, read_file
+from fastsuncet.config.schema import BELOW, CONFIG, Schema, Section, Switch, described, matching
 from fastsuncet.config.shipped import find_config
 from fastsuncet.errors import ConfigError
+from pipelines.sampling.augmentation import Allowed
 
+EVALUATIONS = tuple(f"evaluate {kind}" for kind in ("knn", "npi", "linear", "accuracy"))
+COMMANDS = ("train", "finetune", *EVALUATIONS, "transfer")
+TAG = "logging.write_tag"
 MAX_JOBS = 2_000  # of one sweep: more is a mistake
 
+# A key without a value below it is the same as an empty one.
+Empty = BeforeValidator(lambda value: {} if value is None else value)
+Settings = Annotated[dict[str, Any], Empty, described("lines section.key: value")]
+# The check compares texts, because True == 1.
+Values = Annotated[list[Any], Allowed(lambda each: 0 < len(each) == len(set(map(as_yaml, each))), "")]
+Vary = Annotated[
+    dict[str, Values], Empty, described("lines section.key: [value, value, ...], with each value once")
+]
+Runs = Annotated[dict[str, Settings], Empty, described("lines name: {section.key: value, ...}")]
 
+
+class Group(Section):
+    """What is set and what varies, in a sweep or in one of its commands."""
+
+    set: Settings = Field(default={})
+    vary: Vary = Field(default={})
+    runs: Runs = Field(default={})
+
+
+class Command(Group):
+    """One command for each run, and what it evaluates."""
+
+    encoder: Annotated[str, matching(BELOW, "a path below the run's folder")] | None = None
+    every_checkpoint: Switch = False
+
+
+_FIELDS = dict[str, Any]({name: (Command, Command()) for name in COMMANDS})
+Commands = create_model("Commands", __base__=Section, **_FIELDS)
+
+
+class Spec(Group):
+    """A sweep's file. Whether its settings give valid configs is checked when the configs are loaded."""
+
+    base: Annotated[str, matching(".+", "the name of a config file, such as cifar10_suncet.yaml")]
+    name: Annotated[str, matching(".+", "text such as simclr-{optimization.epochs}")] | None = None
+    commands: Annotated[
+        Commands,  # pyright: ignore[reportInvalidTypeForm]
+        described(f"a list of {words(COMMANDS, 'and')}, each once, or lines command: {{set: ...}}"),
+    ]
+    _document: Document = PrivateAttr(default_factory=Document)
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return self._document.file
+
+    @property
+    def chosen(self) -> dict[str, Command]:
+        """The commands, in the order of the file."""
+        return {name: getattr(self.commands, name) for name in self._document.values["commands"]}
+
+    def origin(self, key: str, *values: Any) -> Origin:
+        """Return the line of a dotted key of the file, with `values` as what is written there."""
+        line = self._document.locate(Problem(key, "")).origin
+        return replace(line, written=", ".join(map(as_yaml, values)))
+
+    def lines(self) -> Iterator[tuple[Group, str, str, list[Any]]]:
+        """Yield (its group, dotted key in the file, section.key, values) of each setting."""
+        for at, group in [("", self), *((f"commands.{name}.", each) for name, each in self.chosen.items())]:
+            yield from ((group, f"{at}vary.{key}", key, values) for key, values in group.vary.items())
+            runs = {f"runs.{name}": settings for name, settings in group.runs.items()}
+            for entry, settings in ({"set": group.set} | runs).items():
+                yield from ((group, f"{at}{entry}.{key}", key, [value]) for key, value in settings.items())
+
+    def conflicts(self) -> Iterator[Problem]:
+        """Yield what is wrong between keys of the file."""
+        if not self.vary and not self.runs:
+            yield Problem("", "nothing varies: vary or runs is missing")
+        if not self.chosen:
+            yield Problem("commands", f"must be {allowed(SWEEP, 'commands')}")
+        for group, path, key, values in self.lines():
+            if key in (TAG, "logging"):
+                yield Problem(path, "the key name of a sweep names its runs")
+            elif key == "base" and group is not self:
+                yield Problem(path, "a command has no base; write base in the sweep's runs")
+            elif key == "base" and not all(each and isinstance(each, str) for each in values):
+                yield Problem(path, f"must be {allowed(SWEEP, 'base')}")
+            elif key in group.vary and not path.endswith(f"vary.{key}"):
+                yield Problem(path, "is under vary too; keep one of the two")
+        for name, command in self.chosen.items():
+            if name == "train" and (command.vary or command.runs):
+                text = "cannot have vary or runs, because all its trainings would share a folder"
+                yield Problem("commands.train", f"{text}; write them at the top of the sweep")
+            if command.encoder and name == "train":
+                yield Problem(
+                    f"commands.{name}.encoder", "is for the other commands: train starts a new encoder"
+                )
+            if command.every_checkpoint and (name in ("train", "transfer") or command.encoder):
+                text = "can be true for finetune and evaluate without an encoder"
+                yield Problem(f"commands.{name}.every_checkpoint", text)
+
+
+SWEEP = Schema(Spec)
+
+
+def read_sweep(path: str | os.PathLike[str]) -> Spec:
+    """Read the sweep at `path`. Raises ConfigErrors with everything that is wrong with the sweep's own keys."""
+    file = find_config(os.fspath(path))
+    document = read_file(Path(file), file, SWEEP)
+    values = document.values
+    if not {"base", "commands"} & set(values) and set(CONFIG.sections) & set(values):
+        text = (
+            f"this is a config and not a sweep, which names a config as its base: `fastsuncet train {path}`"
+        )
+        raise ConfigErrors([document.locate(Problem("", text))])
+    listed = values.get("commands")
+    if isinstance(listed, list) and len({each for each in listed if isinstance(each, str)}) == len(listed):
+        values["commands"] = {name: {} for name in listed}
+    try:
+        spec = Spec.model_validate_json(json.dumps(values))
+        spec._document = document
+        problems = list(spec.conflicts())
+    except ValidationError as error:
+        problems = field_problems(error, document)
+    if problems:
+        raise ConfigErrors(map(document.locate, problems))
+    return spec
+
+
+# ------------------------------------------------------------------------------------------------------ its runs
 @dataclass(frozen=True)
 class Job:
     """One command line of one run, and the config it will read."""
@@ -103,16 +228,16 @@ def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
                 settings = case.settings | own.settings
                 base = find_config(settings.pop("base", spec.base), os.path.dirname(spec.file))
                 base = os.path.normpath(base)
-                words = [*_overrides(settings), *overrides, tag]
+                changes = [*_overrides(settings), *overrides, tag]
                 try:
-                    config = load_config(base, words, origins)
+                    config = load_config(base, changes, origins)
                 except ConfigErrors as error:
                     problems += error.problems
                     continue
                 options = ["--every-checkpoint"] if group.every_checkpoint else []
                 if group.encoder:
                     options = ["--encoder", os.fspath(config.run_folder / group.encoder)]
-                arguments = (*command.split(), base, *words, *options)
+                arguments = (*command.split(), base, *changes, *options)
                 found.append(Job(command, arguments, tuple(_overrides(own.settings)), tuple(options), config))
         runs.append(Run(name, tuple(found)))
     if problems:
@@ -155,10 +280,8 @@ def runs_named(runs: Sequence[Run], patterns: Sequence[str]) -> list[Run]:
     """
     for pattern in patterns:
         if not any(fnmatchcase(run.name, pattern) for run in runs):
-            near = get_close_matches(pattern, [run.name for run in runs], cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise ConfigError(
-                f"--only {pattern}: no run has such a name; {hint}--dry-run lists the {len(runs)} runs"
+                f"--only {pattern}: no run has such a name; --dry-run lists the {len(runs)} runs"
             )
     return [run for run in runs if not patterns or any(fnmatchcase(run.name, each) for each in patterns)]
 
