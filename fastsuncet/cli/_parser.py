@@ -199,6 +199,15 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
+def share(text: str) -> tuple[int, int]:
+    """Return (I, N) of an argument "I/N", share I of N of a job array, counted from 1."""
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    number, count = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= number <= count:
+        raise argparse.ArgumentTypeError(f"is I/N with 1 <= I <= N, such as 3/8, not {text!r}")
+    return number, count
+
+
 def output_path(text: str) -> Path:
     """Return the path of a file or folder to write."""
     found = path(text)

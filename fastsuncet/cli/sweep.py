@@ -28,13 +28,13 @@ examples:
       tools/cluster/sweep.sbatch paper/cifar10_suncet
 """
 
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Parser, share
 
 
 def arguments(parser: Parser) -> None:
     parser.flag("--dry-run", "check all configs and print all commands; start nothing")
     parser.flag("--list", "print the state of every run; start nothing", dest="show")
     parser.takes("--only", "NAME", "only these runs; wildcards * and ?", action="append", default=[])
-    parser.takes("--task", "I/N", "share I of N of the runs, for a job array")
+    parser.takes("--task", "I/N", "share I of N of the runs, for a job array", type=share)
     parser.flag("--keep-going", "continue with the other runs after a failure")
     parser.takes_config("SWEEP")

@@ -21,10 +21,11 @@ examples:
     fastsuncet transfer my.yaml --cell $SLURM_ARRAY_TASK_ID/28
 """
 
-from fastsuncet.cli._parser import Parser
+from fastsuncet.cli._parser import Parser, share
 
 
 def arguments(parser: Parser) -> None:
-    parser.takes("--cell", "I/N", "share I of N of the grid's cells, for a job array", default="1/1")
+    text = "share I of N of the grid's cells, for a job array"
+    parser.takes("--cell", "I/N", text, type=share, default="1/1")
     parser.takes_encoder(every=False)
     parser.takes_config(ranks=True)

@@ -13,7 +13,6 @@ from fastsuncet.checkpoint.run_folder import RunStatus
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.evaluation.finetuning.grid import parse_shard
 from fastsuncet.evaluation.finetuning.transfer import open_grids, run_grids
 from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.training.determinism import resolve_precision
@@ -26,15 +25,14 @@ def transfer(
     *,
     encoder: Path | None = None,
     step: int | None = None,
-    cell: str = "1/1",
+    cell: tuple[int, int] = (1, 1),
 ) -> int:
-    """Run share `cell` ("I/N") of the grid's cells, and choose where all are finished; return the exit code.
+    """Run share `cell` (I, N) of the grid's cells, and choose where all are finished; return the exit code.
 
     `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
     further ranks. Raises ConfigErrors, DataError, CheckpointError, Preempted, and NumericalError where no cell of a
     data set, or not the chosen one, could be trained.
     """
-    shard = parse_shard(cell)
     t = config.transfer
     if t.root is None:
         raise config.error(
@@ -47,7 +45,7 @@ def transfer(
             "transfer.resize", f"must not be below transfer.size, the {t.size} pixels of a crop"
         )
     require_packages(config)
-    status = config.run_folder / "transfer" / f"status-{shard[0]}-of-{shard[1]}.json"
+    status = config.run_folder / "transfer" / f"status-{cell[0]}-of-{cell[1]}.json"
     with as_rank(config, arguments, status) as place, SignalFlag() as signals:
         config, _ = resolve_precision(config, place.device)
         run_status = RunStatus(status, place)
@@ -57,5 +55,5 @@ def transfer(
             if place.first:
                 atomic_files.make_folder(status.parent)
             run_status.write("running", None)
-            run_grids(grids, shard)
+            run_grids(grids, cell)
     return 0

@@ -27,7 +27,7 @@ def sweep(
     name: str,
     overrides: Sequence[str] = (),
     *,
-    task: str | None = None,
+    task: tuple[int, int] | None = None,
     only: Sequence[str] = (),
     dry_run: bool = False,
     show: bool = False,

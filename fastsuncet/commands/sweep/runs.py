@@ -287,21 +287,17 @@ def runs_named(runs: Sequence[Run], patterns: Sequence[str]) -> list[Run]:
 
 
 def runs_of_task(
-    runs: Sequence[Run], task: str | None, environment: Mapping[str, str]
+    runs: Sequence[Run], task: tuple[int, int] | None, environment: Mapping[str, str]
 ) -> tuple[list[Run], str]:
     """Return the runs of this task, and the task in words (empty where all runs are its own).
 
-    `task` is "I/N": every N-th run from the I-th on. Without it, task T of a Slurm array does run T alone, whichever
+    `task` is (I, N): every N-th run from the I-th on. Without it, task T of a Slurm array does run T alone, whichever
     part of the array was submitted, so that a task submitted again is the same run again. Raises ConfigError.
     """
     number = environment.get("SLURM_ARRAY_TASK_ID")
     if task is None and number is None:
         return list(runs), ""
-    share = task or f"{number}/{len(runs)}"
-    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", share)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise ConfigError(
-            f"there is no task {share}: --task is I/N with 1 <= I <= N, such as 2/8; a Slurm array of the {len(runs)} "
-            f"runs is --array=1-{len(runs)}"
-        )
-    return list(runs[int(match[1]) - 1 :: int(match[2])]), f"task {share}"
+    share, count = task or (int(number or 0), len(runs))
+    if not 1 <= share <= count:
+        raise ConfigError(f"there is no run {share}: a Slurm array of the {count} runs is --array=1-{count}")
+    return list(runs[share - 1 :: count]), f"task {share}/{count}"

@@ -1,12 +1,10 @@
 """The grid of a transfer: every learning rate with every weight decay, its shards, and its table of results."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastsuncet.config import Config
-from fastsuncet.errors import ConfigError
 
 CellResult = dict[str, Any]  # a cell's result, as its JSON file holds it
 
@@ -39,18 +37,6 @@ def grid(config: Config) -> tuple[Cell, ...]:
     """Return the cells in the order they are run: by learning rate, then by weight decay, as the config lists them."""
     t = config.transfer
     return tuple(Cell(lr, decay) for lr in t.learning_rates for decay in t.weight_decays)
-
-
-def parse_shard(text: str) -> tuple[int, int]:
-    """Return (I, N) of "I/N", shard I of N, counted from 1. Raises ConfigError for anything else."""
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    number, count = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not 1 <= number <= count:
-        raise ConfigError(
-            f"--cell is I/N, part I of N counted from 1, such as 3/8, not {text!r}. In a Slurm job of --array=1-8 "
-            "that is --cell $SLURM_ARRAY_TASK_ID/8"
-        )
-    return number, count
 
 
 def best(cells: Sequence[Cell], records: Mapping[Cell, CellResult]) -> Cell | None:
