@@ -204,22 +204,22 @@ def test_sweep_starts_nothing_after_a_signal(script):
     assert script.ran == [f"train {FIRST}"]
 
 
-def test_sweep_refuses_a_folder_with_other_settings_and_torchrun(script, monkeypatch):
-    job = expanded(TWO)[1].jobs[0]
-    folder = job.config.run_folder
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(job.config.to_yaml().replace("lr: 1.0", "lr: 2.0"))
-    with pytest.raises(ConfigError) as refused:
-        sweep("two.yaml")
-    said = f"runs/{SECOND} holds a run with optimization.lr: 2.0, and this one has 1.0. Rename the sweep, or"
-    assert str(refused.value) == f"{said} move that folder away"
-    (folder / "config.yaml").write_bytes(b"\xff")
-    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read"):
-        sweep("two.yaml")
+def test_sweep_starts_no_ranks_of_a_rank(script, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="call it without torchrun"):
-        sweep("two.yaml")
+        sweep(written(TWO))
     assert script.ran == []
+
+
+def test_job_state_of_a_finished_run_with_other_settings_is_not_done():
+    """Training it refuses, with their names."""
+    run = expanded(TWO)[1]
+    write_status(run.folder, 2)
+    for text, state in ((run.jobs[0].config.to_yaml(), "done"), ("meta: {seed: 7}", "other settings")):
+        (run.folder / "config.yaml").write_text(text)
+        assert job_state(run.jobs[0]).text == state
+    (run.folder / "config.yaml").write_bytes(b"\xff")
+    assert job_state(run.jobs[0]).text == "other settings"
 
 
 def test_job_state_of_a_run_whose_precision_was_chosen():

@@ -56,9 +56,6 @@ def sweep(
         return 0
     code = 0
     if not show:
-        refused = [why for run in runs for job in run.jobs if (why := job_state(job).refused)]
-        if refused:
-            raise ConfigError("\n".join(refused))
         code = _work(runs, keep_going)
         say_line("")
     for line in _table(runs):

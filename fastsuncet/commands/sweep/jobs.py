@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from fastsuncet.commands.sweep.runs import Job
 from fastsuncet.config import Config, ConfigErrors
-from fastsuncet.config.reader import as_yaml, parse
+from fastsuncet.config.reader import parse
 from fastsuncet.metrics.results import asked, read_results
 from pipelines import atomic_files
 
@@ -17,7 +17,6 @@ class JobState(NamedTuple):
 
     done: bool
     text: str
-    refused: str = ""  # why it cannot be done with these settings, where that is known
     damaged: bool = False  # only a damaged checkpoint is missing: the command would measure the others again
 
 
@@ -80,32 +79,31 @@ def _results_of(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _training_state(config: Config, status: dict[str, Any]) -> JobState:
-    written = config.run_folder / "config.yaml"
-    try:
-        changed = config.changed_keys(parse(written.read_text(encoding="utf-8"), str(written)).values)
-        # The run's file has what "auto" meant; training refuses it where it means something else.
-        changed = [row for row in changed if (row[0], row[2]) != ("meta.precision", "auto")]
-    except FileNotFoundError:
-        changed = []
-    except (ConfigErrors, UnicodeDecodeError, AttributeError, OSError) as error:
-        return JobState(False, "damaged", f"{written} cannot be read: {error}")
-    if changed:
-        key, old, new = changed[0]
-        more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        text = (
-            f"{written.parent} holds a run with {key}: {as_yaml(old)}, and this one has {as_yaml(new)}{more}"
-        )
-        return JobState(False, "other settings", f"{text}. Rename the sweep, or move that folder away")
+    if _has_other_settings(config):
+        return JobState(False, "other settings")  # which `train` refuses, with their names
     if not status:
         return JobState(False, "to do")
     word = status.get("state", "stopped")
     if word == "done":
         return JobState(True, word)
-    if _is_running(written.parent):
+    if _is_running(config.run_folder):
         word = "running"
     elif word == "running":
         word = "stopped"
     return JobState(False, f"{word} at step {status.get('step')}")
+
+
+def _has_other_settings(config: Config) -> bool:
+    """Return whether a run's config.yaml is damaged or differs in what no resumed run can change."""
+    written = config.run_folder / "config.yaml"
+    if not written.exists():
+        return False
+    try:
+        changed = config.changed_keys(parse(written.read_text(encoding="utf-8"), str(written)).values)
+    except (ConfigErrors, UnicodeDecodeError, AttributeError, OSError):
+        return True
+    # The run's file has what "auto" meant; training refuses it where it means something else.
+    return any((key, new) != ("meta.precision", "auto") for key, _, new in changed)
 
 
 def _is_running(folder: Path) -> bool:

@@ -1,7 +1,6 @@
 """A sweep's file, which the help of cli/sweep.py shows, and its runs: every combination, its configs and commands."""
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,6 @@ from pipelines.sampling.augmentation import Allowed
 EVALUATIONS = tuple(f"evaluate {kind}" for kind in ("knn", "npi", "linear", "accuracy"))
 COMMANDS = ("train", "finetune", *EVALUATIONS, "transfer")
 TAG = "logging.write_tag"
-MAX_JOBS = 2_000  # of one sweep: more is a mistake
 
 # A key without a value below it is the same as an empty one.
 Empty = BeforeValidator(lambda value: {} if value is None else value)
@@ -93,15 +91,9 @@ class Spec(Group):
 
     def conflicts(self) -> Iterator[Problem]:
         """Yield what is wrong between keys of the file."""
-        if not self.vary and not self.runs:
-            yield Problem("", "nothing varies: vary or runs is missing")
-        if not self.chosen:
-            yield Problem("commands", f"must be {allowed(SWEEP, 'commands')}")
         for group, path, key, values in self.lines():
             if key in (TAG, "logging"):
                 yield Problem(path, "the key name of a sweep names its runs")
-            elif key == "base" and group is not self:
-                yield Problem(path, "a command has no base; write base in the sweep's runs")
             elif key == "base" and not all(each and isinstance(each, str) for each in values):
                 yield Problem(path, f"must be {allowed(SWEEP, 'base')}")
             elif key in group.vary and not path.endswith(f"vary.{key}"):
@@ -110,13 +102,10 @@ class Spec(Group):
             if name == "train" and (command.vary or command.runs):
                 text = "cannot have vary or runs, because all its trainings would share a folder"
                 yield Problem("commands.train", f"{text}; write them at the top of the sweep")
-            if command.encoder and name == "train":
-                yield Problem(
-                    f"commands.{name}.encoder", "is for the other commands: train starts a new encoder"
-                )
-            if command.every_checkpoint and (name in ("train", "transfer") or command.encoder):
-                text = "can be true for finetune and evaluate without an encoder"
-                yield Problem(f"commands.{name}.every_checkpoint", text)
+            if command.encoder and (name == "train" or command.every_checkpoint):
+                yield Problem(f"commands.{name}.encoder", "goes with neither train nor every_checkpoint")
+            if command.every_checkpoint and name in ("train", "transfer"):
+                yield Problem(f"commands.{name}.every_checkpoint", "is for finetune and evaluate")
 
 
 SWEEP = Schema(Spec)
@@ -192,13 +181,6 @@ def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
     Raises ConfigErrors with everything that is wrong with any config, and for two runs of one name or an override of a
     key that varies.
     """
-    count, *parts = (
-        max(1, len(group.runs)) * math.prod(map(len, group.vary.values()))
-        for group in (spec, *spec.chosen.values())
-    )
-    if count * sum(parts) > MAX_JOBS:
-        text = f"these are {count * sum(parts):,} command lines; a sweep can have at most {MAX_JOBS:,}"
-        raise ConfigErrors([Problem("vary", text, spec.origin("vary"))])
     varying = {*spec.vary, TAG}
     problems = [
         Problem(key, "varies in this sweep; leave it out, or choose runs with --only", Origin(COMMAND_LINE))
