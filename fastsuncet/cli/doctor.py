@@ -9,7 +9,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, requires
+from functools import partial
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,23 +21,6 @@ from pipelines import backend
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
-
-# The optional dependencies of pyproject.toml, and what each is for.
-EXTRAS = {
-    "dali-cu12": "images by DALI, one of the two builds: NVIDIA driver 525 or newer",
-    "dali-cu13": "images by DALI, one of the two builds: NVIDIA driver 580 or newer",
-    "plots": "the pictures of preview, demo, report, evaluate and finetune",
-    "demo": "scikit-learn's digits",
-    "tensorboard": "logging.tensorboard",
-    "wandb": "logging.wandb",
-    "mlflow": "logging.mlflow",
-    "energy": "joules of a run's GPUs",
-    "onnx": "export --to onnx",
-    "parquet": "outputs that end in .parquet",
-    "docs": "make docs",
-    "bench": "comparisons in tools/bench",
-    "dev": "make test and make lint",
-}
 
 
 class Finding(NamedTuple):
@@ -51,7 +35,7 @@ Examinations = list[tuple[str, Callable[[], Finding]]]
 
 
 def run(parser: Parser, options: Options) -> int:
-    return doctor(EXAMINATIONS)
+    return doctor([*EXAMINATIONS, *((name, partial(extra, name)) for name in _about("Provides-Extra"))])
 
 
 def doctor(examinations: Examinations) -> int:
@@ -83,32 +67,42 @@ def python() -> Finding:
     return Finding("ok", version) if good else Finding("problem", version, "use Python 3.10 to 3.13")
 
 
-def required(name: str) -> Callable[[], Finding]:
-    """Return the examination of a dependency: importable, and within the bounds of pyproject.toml."""
+def required(name: str) -> Finding:
+    """Compare a dependency with the bounds of pyproject.toml, and import it."""
+    bounds = next((str(each) for each in _requirements() if each.name == name and not each.marker), name)
+    version = installed(name)
+    # Without a version, its files have no record of pip's: a copy, or half an uninstall.
+    facts = f"{version}, tested with {bounds}" if version else "importable, but of unknown version"
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        return Finding("problem", f"not installed ({error})", f"pip install '{bounds}'")
+    from packaging.requirements import Requirement
 
-    def look() -> Finding:
-        bounds = next((str(each) for each in _requirements() if each.name == name and not each.marker), name)
-        version = installed(name)
-        # Without a version, its files have no record of pip's: a copy, or half an uninstall.
-        facts = f"{version}, tested with {bounds}" if version else "importable, but of unknown version"
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            return Finding("problem", f"not installed ({error})", f"pip install '{bounds}'")
-        from packaging.requirements import Requirement
+    good = version and Requirement(bounds).specifier.contains(version, prereleases=True)
+    return Finding("ok", str(version)) if good else Finding("problem", facts, f"pip install '{bounds}'")
 
-        good = version and Requirement(bounds).specifier.contains(version, prereleases=True)
-        return Finding("ok", str(version)) if good else Finding("problem", facts, f"pip install '{bounds}'")
 
-    return look
+def extra(name: str) -> Finding:
+    """Look for an optional dependency; docs/install.md says what each is for."""
+    wanted = [each for each in _requirements() if each.marker and "extra" in str(each.marker)]
+    wanted = [each for each in wanted if each.marker.evaluate({"extra": name}) and each.name != "fastsuncet"]
+    found = {each: installed(each.name) for each in wanted}
+    if missing := [f"'{each.name}{each.specifier}'" for each, version in found.items() if not version]:
+        return Finding("absent", f"pip install {' '.join(missing)}")
+    return Finding("ok", ", ".join(f"{each.name} {version}" for each, version in found.items()))
 
 
 def _requirements() -> "list[Requirement]":
-    """Return what pip installs with this package, also by its extras; nothing for a checkout that was not installed."""
     from packaging.requirements import Requirement
 
+    return list(map(Requirement, _about("Requires-Dist")))
+
+
+def _about(field: str) -> list[str]:
+    """Return the lines of a field of this package's metadata, none in a checkout that was not installed."""
     try:
-        return list(map(Requirement, requires("fastsuncet") or []))
+        return metadata("fastsuncet").get_all(field) or []
     except PackageNotFoundError:
         return []
 
@@ -209,23 +203,6 @@ def fast_paths() -> Finding:
     return Finding("ok", f"a run tries {tried} (docs/speed.md)", notes)
 
 
-def extra(name: str) -> Callable[[], Finding]:
-    """Return the examination of an optional dependency of pyproject.toml."""
-
-    def look() -> Finding:
-        wanted = [each for each in _requirements() if each.marker and "extra" in str(each.marker)]
-        wanted = [
-            each for each in wanted if each.marker.evaluate({"extra": name}) and each.name != "fastsuncet"
-        ]
-        found = {each: installed(each.name) for each in wanted}
-        if missing := [f"'{each.name}{each.specifier}'" for each, version in found.items() if not version]:
-            return Finding("absent", f"for {EXTRAS[name]}: pip install {' '.join(missing)}")
-        versions = ", ".join(f"{each.name} {version}" for each, version in found.items())
-        return Finding("ok" if found else "absent", f"for {EXTRAS[name]}: {versions or 'see pyproject.toml'}")
-
-    return look
-
-
 def disk() -> Finding:
     """Look for disk space for checkpoints in the current folder."""
     free = shutil.disk_usage(".").free / 1e9
@@ -256,7 +233,7 @@ def cores() -> Finding:
 
 EXAMINATIONS: Examinations = [
     ("python", python),
-    *((name, required(name)) for name in ("torch", "torchvision", "timm", "pydantic")),
+    *((name, partial(required, name)) for name in ("torch", "torchvision", "timm", "pydantic")),
     ("GPU", cards),
     ("NCCL", nccl),
     ("NVRTC", nvrtc),
@@ -266,5 +243,4 @@ EXAMINATIONS: Examinations = [
     ("disk", disk),
     ("/dev/shm", shared_memory),
     ("cores", cores),
-    *((name, extra(name)) for name in EXTRAS),
 ]
