@@ -1,8 +1,4 @@
-"""Errors for the user, each with the exit code that a scheduler can act on.
-
-0 done, 2 wrong config (never retry), 3 wrong data (`pipelines.data_errors.DataError`), 4 a loss or weight not finite,
-5 no checkpoint can be used, 75 saved on a signal (EX_TEMPFAIL: requeue), 124 a rank hung (as of `timeout`).
-"""
+"""Errors for the user, each with the exit code that a scheduler can act on; 3 is that of `pipelines.data_errors`."""
 
 import errno
 
@@ -37,7 +33,7 @@ class CheckpointError(FastSuncetError):
 class Preempted(FastSuncetError):
     """A signal asked the run to stop. Everything is saved, and the same command continues it."""
 
-    exit_code = 75
+    exit_code = 75  # EX_TEMPFAIL: requeue
 
 
 class HungError(FastSuncetError):

@@ -142,11 +142,8 @@ def check_output(output: Path, to: str, force: bool) -> None:
             "Choose another name"
         )
     refuse_existing(output, force)
-    if to in ENDINGS and not force and atomic_files.exists(beside := record_path(output)):
-        raise ConfigError(
-            f"--output {output}: its record would replace {beside}, which can be that of another export. Choose "
-            "another name, or add --force to replace it"
-        )
+    if to in ENDINGS:
+        refuse_existing(record_path(output), force)
 
 
 def _require_replaceable(target: Path, force: bool) -> None:

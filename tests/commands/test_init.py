@@ -273,14 +273,11 @@ def test_machine_whose_gpu_torch_cannot_use_is_refused(monkeypatch):
         survey.machine()
 
 
-@pytest.mark.parametrize(
-    ("load", "said"),
-    [([(99.0, 0.0, 0.0)], True), ([(63.0, 0.0, 0.0)], False), (OSError, False)],  # the last without /proc
-)
-def test_machine_that_is_busy_is_named(monkeypatch, capsys, load, said):
+@pytest.mark.parametrize("load", [63.0, 99.0])
+def test_machine_that_is_busy_is_named(monkeypatch, capsys, load):
     """On a machine of 64 cores, all of which are counted in its load, whatever part of them a container has."""
     monkeypatch.setattr(survey.os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(survey.os, "getloadavg", mock.Mock(side_effect=load))
+    monkeypatch.setattr(survey.os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setattr(survey, "_timed_step", lambda *_: 1e11)
     survey.machine()
-    assert ("the timed step is slow: 99 processes" in capsys.readouterr().out) == said
+    assert ("99 processes are running on 64 cores" in capsys.readouterr().out) == (load > 64)

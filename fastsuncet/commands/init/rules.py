@@ -315,7 +315,8 @@ def _contrast_batch(s: Survey, m: Machine, cards: int, gpu: bool, name: str, ste
     most = (2048 if s.images >= MANY_IMAGES else 512) if gpu else 128
     share = (1 - LABELED) if s.labels else 1.0
     unlabeled = min(most, s.images // 8, int(views * share / 2))
-    unlabeled = max(cards, 2, _power_of_two(unlabeled // cards) * cards)
+    power_of_two = (1 << (unlabeled // cards).bit_length()) >> 1
+    unlabeled = max(cards, 2, power_of_two * cards)
     if not s.labels:
         return _Batch(unlabeled)
     labeled = round(2 * unlabeled * LABELED / (1 - LABELED))
@@ -347,7 +348,3 @@ def _left(s: Survey) -> int:
 
 def _below(number: int, divisor: int) -> int:
     return number // divisor * divisor
-
-
-def _power_of_two(number: int) -> int:
-    return 2 ** int(math.log2(number)) if number >= 1 else 0

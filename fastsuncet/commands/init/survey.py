@@ -140,18 +140,13 @@ def _first_bad(index: ImageIndex) -> str:
 def machine() -> Machine:
     """Return the GPUs of this machine or its CPU, with the speed of one timed step of a ResNet-18.
 
-    Says where other processes make the step, and so the predicted hours, slow. Raises ConfigError for a GPU that torch
-    cannot use: a run would be refused too.
+    Raises ConfigError for a GPU that torch cannot use: a run would be refused too.
     """
     device = pick_device("auto", 0)
-    try:
-        load = os.getloadavg()[0]  # of all cores, also where this process can use only some of them
-    except OSError:  # there is no /proc
-        load = 0.0
-    if load > (count := os.cpu_count() or 1):
+    # Of all cores, also where this process can use only some of them.
+    if (load := os.getloadavg()[0]) > (count := os.cpu_count() or 1):
         say_line(
-            f"{'note':<9}the timed step is slow: {load:.0f} processes are running on {count} cores. The hours below "
-            "are those of a machine as busy as now"
+            f"{'note':<9}{load:.0f} processes are running on {count} cores: the timed step and so the hours are long"
         )
     if device.type == "cpu":
         speed = _timed_step("cpu", 64, 16)
