@@ -22,7 +22,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import predict as predict_command
 from fastsuncet.commands import suggest as suggest_command
 from fastsuncet.commands import train as train_command
-from fastsuncet.commands.folder_pass import FolderPass, ImageInput, opened
+from fastsuncet.commands.embed import FolderPass, ImageInput, opened
 from fastsuncet.commands.predict import Prediction
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, load_config

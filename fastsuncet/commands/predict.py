@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
-from fastsuncet.commands.folder_pass import (
+from fastsuncet.commands.embed import (
     FolderPass,
     ImageInput,
     advising_skip_bad,
@@ -21,7 +21,7 @@ from fastsuncet.commands.folder_pass import (
     opened,
     skipped_lines,
 )
-from fastsuncet.commands.prediction_page import Prediction, prediction_page
+from fastsuncet.commands.pages import Prediction, prediction_page
 from fastsuncet.config import Config
 from fastsuncet.evaluation.classifier import Classifier, best_classifier, describe, fitted_to, run_of
 from pipelines import atomic_files

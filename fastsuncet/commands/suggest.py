@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
-from fastsuncet.commands.folder_pass import (
+from fastsuncet.commands.embed import (
     FolderPass,
     allowing_bad,
     check_output,
@@ -16,8 +16,7 @@ from fastsuncet.commands.folder_pass import (
     one_process,
     skipped_lines,
 )
-from fastsuncet.commands.labeling_page import SAVED, SIDE, labeling_page
-from fastsuncet.commands.prediction_page import thumbnail
+from fastsuncet.commands.pages import LARGE_SIDE, SAVED, labeling_page, thumbnail
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation.classifier import run_classifier, run_of
@@ -110,7 +109,7 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
     pictures, guesses = [], []
     if page:
         content = index.content if index.pixels is None else index.pixels.__getitem__
-        pictures = [thumbnail(content(i), SIDE) for i in chosen]
+        pictures = [thumbnail(content(i), LARGE_SIDE) for i in chosen]
     if page and len(np.unique(index.labels[pool[labeled[pool]]])) > 1:
         run = run_of(encoder, config)
         classifier, _ = run_classifier(encoder, config, place, run, skip_bad=True)

@@ -21,7 +21,7 @@ from PIL import Image
 import fastsuncet
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
-from fastsuncet.commands import folder_pass, labeling_page, prediction_page
+from fastsuncet.commands import embed, pages
 from fastsuncet.commands.predict import Prediction
 from fastsuncet.config import ConfigErrors
 from fastsuncet.distributed.place import join
@@ -89,7 +89,7 @@ def test_predict_writes_probabilities_and_keeps_the_classifier(run, labels, pict
 
 
 def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monkeypatch):
-    photos, save_every = run.parent / "photos", folder_pass.SAVE_EVERY
+    photos, save_every = run.parent / "photos", embed.SAVE_EVERY
     monkeypatch.setitem(save_every, "cpu", 1)
     (photos / "a.png").write_bytes(b"no image")
     whole = (photos / "part0" / "red0.png").read_bytes()
@@ -97,14 +97,14 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
     assert cli.main(words(run)) == 3 and not Path("predictions.csv").exists()
     assert "a.png" in capsys.readouterr().err
 
-    def stopped(*_, count=[], outputs=folder_pass.outputs, **__):  # noqa: B006 - counts its calls
+    def stopped(*_, count=[], outputs=embed.outputs, **__):  # noqa: B006 - counts its calls
         count.append(0)
         if len(count) == 4:
             raise KeyboardInterrupt
         return outputs(*_, **__)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_pass, "outputs", stopped)
+        patch.setattr(embed, "outputs", stopped)
         assert cli.main([*words(run), "--skip-bad"]) == 130
     assert cli.main([*words(run), "--skip-bad"]) == 0
     printed = capsys.readouterr().out
@@ -313,8 +313,8 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
 
 
 def test_predict_page_shows_the_surest_and_what_lies_between_without_a_network(run, monkeypatch):
-    monkeypatch.setattr(prediction_page, "OF_CLASS", 1)
-    monkeypatch.setattr(prediction_page, "GAP", 1.1)  # every image
+    monkeypatch.setattr(pages, "OF_CLASS", 1)
+    monkeypatch.setattr(pages, "GAP", 1.1)  # every image
     photos = run.parent / "photos"
     (photos / "part0" / "red0.png").rename(photos / "part0" / '<script>&".png')
     # The folder's name is not UTF-8.
@@ -346,15 +346,15 @@ def test_page_names_a_picture_that_pil_cannot_read_and_goes_on(tmp_path, picture
         picture(tmp_path / f"{name}.png", "red", 0)
     os.truncate(tmp_path / "short.png", 200)
     Image.new("1", (15_000, 15_000)).save(tmp_path / "bomb.png")
-    page = prediction_page.prediction_page(found, tmp_path, [])
+    page = pages.prediction_page(found, tmp_path, [])
     assert page.count('<img src="data:,"') == 3 and page.count('<img src="data:image/jpeg') == 1
     assert all(f"<small>{each.file}</small>" in page for each in found)
     printed = capsys.readouterr().out
     assert ">red</bdi>, 4 images<" in page
-    assert ">red</bdi>, 1 image<" in prediction_page.prediction_page(found[:1], tmp_path, [])
+    assert ">red</bdi>, 1 image<" in pages.prediction_page(found[:1], tmp_path, [])
     for name in ("short", "gone", "bomb"):
         assert f"page: named but not shown: {tmp_path / name}.png: " in printed
-    labeling = labeling_page.labeling_page(["bomb.png"], ["data:,"], ["red"])
+    labeling = pages.labeling_page(["bomb.png"], ["data:,"], ["red"])
     assert '"pictures": ["data:,"]' in labeling and "This picture cannot be shown." in labeling
 
 
@@ -364,7 +364,7 @@ def test_thumbnail_shows_what_the_network_sees(tmp_path):
     turned = Image.Exif()
     turned[0x0112] = 6  # the left side is the top
     Image.fromarray(half).save(tmp_path / "a.png", exif=turned)
-    url = prediction_page.thumbnail(tmp_path / "a.png")
+    url = pages.thumbnail(tmp_path / "a.png", 160)
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
     assert shown.shape == (80, 20, 3)
     assert shown[:35].max() < 10 and shown[45:].min() > 90 and shown[45:].max() < 110
@@ -374,7 +374,7 @@ def test_predict_page_fits_a_phone(tmp_path, picture, browser):
     picture(tmp_path / "a.png", "red", 0)
     found = [Prediction("a.png", f"a class {i}", 0.6, "another", 0.3) for i in range(30)]
     found[0] = found[0]._replace(label="\u05d0" * 200)
-    page = prediction_page.prediction_page(found, tmp_path, ["expected     60 % right"])
+    page = pages.prediction_page(found, tmp_path, ["expected     60 % right"])
     (tmp_path / "page.html").write_text(page)
     browser.window(390, 844)
     browser.open(tmp_path / "page.html")

@@ -10,8 +10,7 @@ import torch
 
 import fastsuncet
 from fastsuncet import cli
-from fastsuncet.commands.labeling_page import labeling_page
-from fastsuncet.commands.prediction_page import thumbnail
+from fastsuncet.commands.pages import labeling_page, thumbnail
 from fastsuncet.commands.suggest import suggestions
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.suggestions import typical
@@ -39,7 +38,7 @@ def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path, browser):
     for i in range(3):
         write_image(tmp_path / f"{i}.png", 60, 40)
     guesses = [{"dog": 0.61, "cat": 0.394}, {"cat": 1.0, "dog": 0.0}, {"dog": 0.5, "cat": 0.5}]
-    pictures = [thumbnail(tmp_path / f"{i}.png") for i in range(3)]
+    pictures = [thumbnail(tmp_path / f"{i}.png", 160) for i in range(3)]
     (tmp_path / "next.html").write_text(labeling_page(names, pictures, ["cat", "dog"], guesses))
 
     browser.window(800)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.commands import embed, export, folder_pass, predict
+from fastsuncet.commands import embed, export, predict
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
@@ -130,8 +130,8 @@ def write_rows(output: Path, number: int) -> None:
 
     network, place = nn.Flatten(), Place(0, 1, torch.device("cpu"))
     network.register_buffer("number", torch.tensor(number))  # another network, whose rows are not continued
-    with mock.patch.object(folder_pass, "outputs", outputs), mock.patch.dict(folder_pass.SAVE_EVERY, cpu=1):
-        rows = folder_pass.FolderPass(network, 4, images(), Center(), place, batch=2)
+    with mock.patch.object(embed, "outputs", outputs), mock.patch.dict(embed.SAVE_EVERY, cpu=1):
+        rows = embed.FolderPass(network, 4, images(), Center(), place, batch=2)
         rows.write(output, save_rows, force=True)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands import export
-from fastsuncet.commands.prediction_page import html_page
+from fastsuncet.commands.pages import html_page
 from fastsuncet.commands.report.curves import NAMES
 from fastsuncet.commands.report.reading import (
     compare_settings,
@@ -47,11 +47,6 @@ EVERY = 10  # seconds: between two looks of `watch`, and until a browser reads t
 Json = dict[str, Any]
 
 STYLE = """\
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 1.5em auto; padding: 0 1em;
-  overflow-wrap: anywhere; }
-h1 { font-size: 1.6em; margin: 0; }
-h2 { font-size: 1.15em; margin: 2em 0 .6em; border-bottom: 1px solid #8888; }
 dl { columns: 2 26em; column-gap: 3em; margin: 0; }
 dl div { display: flex; gap: 1em; padding: .2em 0; border-bottom: 1px solid #8883; break-inside: avoid; }
 dt { flex: 0 0 55%; font-weight: 600; }
