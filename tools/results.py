@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from fastsuncet.commands.report import markdown
 from fastsuncet.commands.report.compute_saved import cell, percent
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, Seeds
 from fastsuncet.commands.report.figures import DPI, STYLE, draw_groups, write
-from fastsuncet.commands.report.tables import markdown
 from pipelines.output import counted
 from tools import points
 from tools.points import ALONE, BASELINE, CROSS_ENTROPY, HELD_OUT_SEED, METHOD, NAMES, Studies, Study

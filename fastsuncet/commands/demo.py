@@ -118,12 +118,12 @@ def verdict(alone: Curve, baseline: Curve, ours: Curve) -> str:
     steps = [p.step or 0 for p in ours.points]  # an update costs both methods the same
     for rule in ("final", "best"):
         _, accuracy, updates = target([p.step or 0 for p in baseline.points], theirs, rule)
-        reached = crossing(steps, own, accuracy, linear=False)
+        reached = crossing(steps, own, accuracy)
         which = f"SimCLR's {rule} accuracy ({100 * accuracy:.1f} %, after {updates} updates)"
         lines.append(
             f"SuNCEt never reached {which} in this run."
             if reached is None
-            else f"SuNCEt reached {which} after {reached} updates: {reached / updates:.0%} of the compute."
+            else f"SuNCEt reached {which} after {reached[1]} updates: {reached[1] / updates:.0%} of the compute."
         )
     lines.append(
         "This is one seed on 355 test digits, where a point is 3 or 4 of them: see RESULTS.md for three seeds."

@@ -14,7 +14,7 @@ from PIL import Image
 from fastsuncet import versions
 from fastsuncet.cli import main
 from fastsuncet.commands import report as reports
-from fastsuncet.commands.report import figures, report, tables
+from fastsuncet.commands.report import figures, markdown, methods_tables, report
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.commands.report.figures import unit
 from fastsuncet.commands.report.reading import read_runs
@@ -157,14 +157,14 @@ def test_unit_fits_the_largest_value(cost, largest, wanted):
 
 
 def test_table_aligns_small_numbers_too():
-    assert tables.markdown(["a", "b"], [["x", "6.5e-05"]])[1] == "| --- | ---: |"
+    assert markdown(["a", "b"], [["x", "6.5e-05"]])[1] == "| --- | ---: |"
 
 
 def test_table_counts_the_seeds_of_its_number_where_no_checkpoint_is_common():
     point = Point(1, {}, {"top1": 0.5})
     points = [(point,), (replace(point, step=2),)]
     curves = [Curve("", "SimCLR", seed, Measurement("linear", ""), points[seed]) for seed in (0, 1)]
-    assert [row[3] for row in tables.methods_tables(arrange(curves), "top1")[1][1]] == [1]
+    assert [row[3] for row in methods_tables(arrange(curves), "top1")[1][1]] == [1]
 
 
 def test_read_runs_recognizes_a_run_that_was_moved():

@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fastsuncet.commands.report.tables import markdown
+from fastsuncet.commands.report import markdown
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.training.cuda_graph import capture_on_device, first_message
 from fastsuncet.versions import installed, versions

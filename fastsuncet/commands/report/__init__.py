@@ -5,14 +5,27 @@ table.csv   every method's last checkpoint   points.csv   every evaluated checkp
 *.png *.svg a picture for each measurement and metric, and saved
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fastsuncet.checkpoint.run_folder import disk_errors
-from fastsuncet.commands.report import paper, tables
-from fastsuncet.commands.report.compute_saved import Saving, savings
-from fastsuncet.commands.report.curves import KNN, Curve, Panel, arrange, choose_metrics, join_lengths
+from fastsuncet.commands.report import paper
+from fastsuncet.commands.report.compute_saved import RULES, Saving, cell, percent, savings
+from fastsuncet.commands.report.curves import (
+    COSTS,
+    KNN,
+    NAMES,
+    Curve,
+    Panel,
+    Seeds,
+    arrange,
+    choose_metrics,
+    join_lengths,
+    scale,
+)
 from fastsuncet.commands.report.reading import read_config, read_runs
 from fastsuncet.metrics.rankme import RANKS
 from fastsuncet.versions import drawing_problem
@@ -31,6 +44,9 @@ SAVED_NOTE = (
     "checkpoints; a first checkpoint counts without that. What came before a run's first checkpoint is not known: one "
     "that was good enough already is an upper bound. saved.csv has every seed."
 )
+HEADS = {"petaflops": "petaFLOPs", "top1": "top-1, %", "top5": "top-5, %", "knn": "KNN, %"}
+NUMBER = re.compile(r"-|[-+]?[\d,.e+-]+( %)?( \(.*\))?")
+Table = tuple[Sequence[str], list[list[Any]]]
 
 
 def report(
@@ -74,26 +90,30 @@ def report(
         for run, names in measured.items()
         if names.isdisjoint(chosen)
     ]
-    groups = [(panel, group) for panel in panels for group in panel.groups]
-    notes += [f"{g.name}, {p.measurement}: {note}" for p, g in groups if (note := g.uneven(chosen[0]))]
+    notes += [
+        f"{group.name}, {panel.measurement}: {note}"
+        for panel in panels
+        for group in panel.groups
+        if (note := group.uneven(chosen[0]))
+    ]
     if not runs and not metrics and "top5" not in chosen:
         chosen.append("top5")
     saved = [s for m in chosen if m not in RANKS for panel in panels for s in savings(panel, m)]
     claimed = any(name in (paper.TEN, paper.ONE) for name in figures)
 
-    lines, found = ["# Report", ""], [tables.methods_tables(panels, metric) for metric in chosen]
-    tops = [metric for metric in chosen if metric in ("top1", "top5")]
-    for metric, (words, _) in zip(chosen, found):
-        if metric not in tops[1:]:  # the table of the first has both
-            lines += [*tables.markdown(*words), ""]
+    lines, found = ["# Report", ""], {metric: methods_tables(panels, metric) for metric in chosen}
+    second_top = [metric for metric in chosen if metric in ("top1", "top5")][1:]
+    for metric in chosen:
+        if metric not in second_top:  # the table of the first has both
+            lines += [*markdown(*found[metric][0]), ""]
     lines += [f"{note}." for note in dict.fromkeys(notes)] + ([""] if notes else [])
     lines += [*COSTS_NOTE, "", *_saved_section(panels, saved, baseline is not None)]
     if claimed:
         lines += ["## The paper's percentages", "", *paper.claims(), ""]
     for name in figures:
         lines += [f"## Sources of the paper's points: {name}", "", *paper.sources(name), ""]
-    files = {"table.csv": found[0][1], "saved.csv": tables.saved_plain(saved)}
-    files["points.csv"] = tables.points_plain([*curves, *published])
+    files = {"table.csv": found[chosen[0]][1], "saved.csv": saved_plain(saved)}
+    files["points.csv"] = points_plain([*curves, *published])
     with disk_errors(output, "--output"):
         atomic_files.make_folder(output)
         pictures = [] if (problem := drawing_problem()) else _draw(panels, chosen, saved, claimed, output)
@@ -133,19 +153,96 @@ def _next_to_runs(curves: list[Curve], published: list[Curve], notes: list[str])
     return placed
 
 
-def _saved_section(panels: list[Panel], found: list[Saving], named_baseline: bool) -> list[str]:
-    """Return the Markdown of compute saved, or the reason why there is none."""
-    lines = ["## Compute to match the baseline", ""]
-    if found:
-        lines += [*tables.markdown(*tables.saved_table(found)), "", SAVED_NOTE, ""]
+# ----------------------------------------------------------------------------------------------------- tables
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a Markdown table; columns after the first that hold only numbers are aligned to the right."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    right = [i > 0 and all(NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(head))]
+    rule = ["---:" if side else "---" for side in right]
+    return ["| " + " | ".join(row) + " |" for row in (head, rule, *cells)]
+
+
+def _number(cost: str, value: float | None) -> str:
+    """Return whole updates, four digits of any other cost, "-" for an unknown one."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if cost == "updates" or value >= 1e4 else f"{value:.4g}"
+
+
+def methods_tables(panels: list[Panel], metric: str) -> tuple[Table, Table]:
+    """Return every method's last checkpoint that all seeds have, or its encoder from a file: in words, in numbers."""
+    shown = ["top1", "top5"] if metric in ("top1", "top5") else [metric]
+    head = ["method", "labels", "evaluation", "seeds", *(HEADS.get(c, c) for c in COSTS)]
+    head += [NAMES[m] if m in RANKS else HEADS.get(m, f"{m}, %") for m in shown]
+    words, numbers = [], []
+    for what, group in ((panel.measurement, group) for panel in panels for group in panel.groups):
+        loose = [
+            Seeds(p.step, p.costs, {m: [value] for m, value in p.metrics.items()})
+            for curve in group.curves
+            for p in curve.points
+            if metric in p.metrics
+        ]
+        for last in (group.common(metric) or loose)[-1:]:
+            start = [group.name, what.labels or "-", str(what._replace(labels="")), len(last.metrics[metric])]
+            costs = [last.costs.get(c) for c in COSTS]
+            spreads = [[scale(metric) / 100 * value for value in last.metrics.get(m, ())] for m in shown]
+            accuracies = [percent(values, unit="") if values else "-" for values in spreads]
+            words.append([*map(str, start), *map(_number, COSTS, costs), *accuracies])
+            numbers.append([*start, *costs, *(last.mean(m) if m in last.metrics else None for m in shown)])
+    return (head, words), (head, numbers)
+
+
+def _saved_section(panels: list[Panel], savings: list[Saving], named_baseline: bool) -> list[str]:
+    """Return the Markdown of compute saved by both rules, or the reason why there is none."""
+    alike: dict[tuple, dict[str, list[Saving]]] = {}
+    for s in savings:
+        key = (s.method, s.baseline, str(s.measurement), s.metric, HEADS.get(s.cost, s.cost))
+        alike.setdefault(key, {}).setdefault(s.rule, []).append(s)
+    head = ["method", "baseline", "evaluation", "metric", "cost"]
+    head += [f"to the baseline's {rule}" for rule in RULES.values()]
+    rows = [[*key, *(cell(found[rule]) for rule in RULES)] for key, found in alike.items()]
+    parts = [*markdown(head, rows), "", SAVED_NOTE, ""] if rows else []
     unnamed = "no one baseline. Name it with --baseline RUN"
     why = "the baseline has no such results" if named_baseline else unnamed
     for panel in panels:
         if panel.baseline is None and len(panel.groups) > 1:
-            lines += [f"{panel.measurement}: {why}.", ""]
-    if len(lines) == 2:
-        lines += [
-            "Nothing to compare: this takes a baseline and a method of the same images, evaluated alike.",
-            "",
+            parts += [f"{panel.measurement}: {why}.", ""]
+    nothing = "Nothing to compare: this takes a baseline and a method of the same images, evaluated alike."
+    return ["## Compute to match the baseline", "", *(parts or [nothing, ""])]
+
+
+def saved_plain(savings: list[Saving]) -> Table:
+    """Return every saving: costs in their own units, shares in %, accuracies from 0 to 1."""
+    head = "method baseline evaluation labels variant metric seed cost rule target baseline_cost linear"
+    head += " first_checkpoint linear_percent first_checkpoint_percent at_first_checkpoint equivalent_epochs"
+    rows = []
+    for s in savings:
+        shares = [100 * share for share in s.shares] if s.shares else [None, None]
+        known = s.shares and s.baseline_epochs and s.cost == "petaflops"
+        start = [
+            s.method,
+            s.baseline,
+            *s.measurement,
+            s.metric,
+            s.seed,
+            s.cost,
+            s.rule,
+            s.target,
+            s.reference,
         ]
-    return lines
+        epochs = s.shares[0] * s.baseline_epochs if known else None
+        rows.append([*start, *(s.needed or (None, None)), *shares, int(s.at_first), epochs])
+    return head.split(), rows
+
+
+def points_plain(curves: list[Curve]) -> Table:
+    """Return every evaluated point of every run, to draw them in other ways."""
+    names = sorted({name for curve in curves for point in curve.points for name in point.metrics})
+    head = ["run", "method", "seed", "evaluation", "labels", "variant", "step", *COSTS, *names]
+    rows = [
+        [curve.run, curve.method, curve.seed, *curve.measurement, point.step]
+        + [(point.costs | point.metrics).get(name) for name in (*COSTS, *names)]
+        for curve in curves
+        for point in curve.points
+    ]
+    return head, rows

@@ -10,8 +10,8 @@ Nothing is assumed about the time before the first checkpoint: if that is good e
 Where the two axes come from: models/flops.py counts the multiply-adds of an update, training/pretraining.py (`cost`)
 says whether it has labeled images, and metrics/cost.py adds them up in the run's ledger, which every metrics line,
 checkpoint and result keeps. reading.py makes a point of each accuracy and its cost, curves.py makes a curve of each
-method and chooses the baseline (`arrange`), and tables.py prints what this module returns: the cost that is needed, in
-percent. The ledger is that of the pre-training, also behind a fine-tuned accuracy.
+method and chooses the baseline (`arrange`), and the report prints what this module returns: the cost that is needed,
+in percent. The ledger is that of the pre-training, also behind a fine-tuned accuracy.
 """
 
 import itertools
@@ -25,18 +25,18 @@ MEASURED = tuple(cost for cost in COSTS if cost != "epochs")  # epochs of two me
 RULES = {"final": "final accuracy, % of its whole cost", "best": "best, % of its own cost until then"}
 
 
-def crossing(costs: Sequence[float], values: Sequence[float], target: float, *, linear: bool) -> float | None:
-    """Return the cost at which `values` first reach `target`, None if they never do. `costs` ascend.
+def crossing(costs: Sequence[float], values: Sequence[float], target: float) -> tuple[float, float] | None:
+    """Return the costs at which `values` first reach `target`, None if they never do. `costs` ascend.
 
-    `linear` interpolates from the value before, otherwise it is the cost of the first value at or above. A first value
-    that is good enough counts at its own cost, since what came before it is not known.
+    The first interpolates from the value before, the second is that of the first value at or above. A first value that
+    is good enough counts at its own cost, since what came before it is not known.
     """
     for i, (cost, value) in enumerate(zip(costs, values)):
         if value >= target:
-            if i == 0 or not linear:
-                return cost
+            if i == 0:
+                return cost, cost
             share = (target - values[i - 1]) / (value - values[i - 1])
-            return costs[i - 1] + share * (cost - costs[i - 1])
+            return costs[i - 1] + share * (cost - costs[i - 1]), cost
     return None
 
 
@@ -59,24 +59,14 @@ class Saving:
     rule: str  # of RULES
     target: float  # the baseline's final or best accuracy
     reference: float  # the baseline's cost of it
-    linear: float | None  # the method's cost until the target; None: never reached
-    checkpoint: float | None  # the same without interpolation; None exactly where `linear` is
+    needed: tuple[float, float] | None  # the method's costs until the target, as `crossing`
     at_first: bool  # the first checkpoint was already good enough: an upper bound
     baseline_epochs: float | None  # at the reference
 
     @property
     def shares(self) -> tuple[float, float] | None:
         """The cost over the reference, linear and at the first checkpoint; None: never reached."""
-        if self.linear is None or self.checkpoint is None:
-            return None
-        return self.linear / self.reference, self.checkpoint / self.reference
-
-    @property
-    def equivalent_epochs(self) -> float | None:
-        """The linear cost in epochs of the baseline."""
-        if self.shares is None or self.baseline_epochs is None:
-            return None
-        return self.shares[0] * self.baseline_epochs
+        return self.needed and (self.needed[0] / self.reference, self.needed[1] / self.reference)
 
 
 def savings(panel: Panel, metric: str) -> list[Saving]:
@@ -100,7 +90,6 @@ def savings(panel: Panel, metric: str) -> list[Saving]:
                 continue
             x, y = zip(*ours)
             position, wanted, reference = target([c[cost] for c, _ in theirs], [v for _, v in theirs], rule)
-            linear, checkpoint = (crossing(x, y, wanted, linear=straight) for straight in (True, False))
             found.append(
                 Saving(
                     measurement=panel.measurement,
@@ -112,8 +101,7 @@ def savings(panel: Panel, metric: str) -> list[Saving]:
                     rule=rule,
                     target=wanted,
                     reference=reference,
-                    linear=linear,
-                    checkpoint=checkpoint,
+                    needed=crossing(x, y, wanted),
                     at_first=y[0] >= wanted,
                     baseline_epochs=theirs[position][0].get("epochs"),
                 )

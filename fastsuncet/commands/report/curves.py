@@ -113,9 +113,10 @@ class Group:
         found = []
         for step in sorted(set.intersection(*map(set, tables))):
             points = [table[step] for table in tables]
-            costs, metrics = ([getattr(p, kind) for p in points] for kind in ("costs", "metrics"))
-            means = {c: fmean(values) for c, values in _joined(costs).items()}
-            found.append(Seeds(step, {c: means[c] for c in COSTS if c in means}, _joined(metrics)))
+            costs = {c: [p.costs[c] for p in points] for c in COSTS if all(c in p.costs for p in points)}
+            shared = [m for m in points[0].metrics if all(m in p.metrics for p in points)]
+            metrics = {m: [p.metrics[m] for p in points] for m in shared}
+            found.append(Seeds(step, {c: fmean(values) for c, values in costs.items()}, metrics))
         return found
 
     def uneven(self, metric: str) -> str:
@@ -126,10 +127,6 @@ class Group:
             return ""
         each = ", ".join(f"{curve.seed}: {count}" for curve, count in zip(self.curves, counts))
         return f"averaged at {common} of {max(counts)} checkpoints, those that all seeds have (seed {each})"
-
-
-def _joined(tables: list[dict[str, float]]) -> dict[str, list[float]]:
-    return {key: [t[key] for t in tables] for key in tables[0] if all(key in t for t in tables)}
 
 
 @dataclass(frozen=True)

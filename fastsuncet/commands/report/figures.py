@@ -136,8 +136,10 @@ def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str
         # A first checkpoint that is good enough is no crossing.
         if base is None or best is None or not base.rivals(group):
             continue
-        if mean[0] < best and (at := crossing(x, mean.tolist(), best, linear=True)) is not None:
-            axes.plot([at], [best], color="black", zorder=4, label="first as good, interpolated", **CROSSED)
+        if mean[0] < best and (at := crossing(x, mean.tolist(), best)):
+            axes.plot(
+                [at[0]], [best], color="black", zorder=4, label="first as good, interpolated", **CROSSED
+            )
     if any(len(group.curves) > 1 for group in groups):
         axes.fill_between([], [], color="0.5", alpha=0.25, lw=0, label="lowest to highest of the seeds")
     axes.set_xlabel(label)
