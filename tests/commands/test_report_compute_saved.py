@@ -7,8 +7,7 @@ import pytest
 from fastsuncet.commands.report import paper
 from fastsuncet.commands.report.compute_saved import Saving, cell, savings
 from fastsuncet.commands.report.curves import LENGTHS, Curve, Measurement, Point, arrange, join_lengths
-from fastsuncet.config import load_config
-from fastsuncet.models.flops import network_cost, petaflops, run_macs
+from fastsuncet.models.flops import network_cost, petaflops
 
 MEASUREMENT = Measurement("finetune", "10 % labels")
 OURS_NAME = "SimCLR + SuNCEt"
@@ -114,30 +113,20 @@ def test_join_lengths_keeps_seeds_apart_and_single_runs_whole():
     assert panel.baseline is not None and panel.baseline.curves[0] == joined[0]
 
 
-OURS, SIMCLR = paper.RECIPES["SimCLR + SuNCEt", "10"], paper.RECIPES["SimCLR", "10"]
 CLAIMS = "\n".join(paper.claims())
 
 
-def epochs_of_simclr(recipe: paper.Recipe, epochs: int) -> float:
-    return recipe.large_views(epochs) / SIMCLR.large_views(1)
+def epochs_of_simclr(labels: str, epochs: int) -> float:
+    spent, unit = paper.costs(OURS_NAME, labels, epochs), paper.costs("SimCLR", labels, 100)
+    return 100 * spent["petaflops"] / unit["petaflops"]
 
 
-def test_recipe_costs_are_those_of_the_papers_batches():
-    assert SIMCLR.costs(1)["updates"] == 312, "section 4.1"
-    assert OURS.costs(1)["updates"] == 454
-    supervised = 2 * 2_816 + 2_560
-    assert OURS.large_views(250) == 454 * 250 * supervised
-    assert OURS.large_views(300) == OURS.large_views(250) + 454 * 50 * 2 * 2_816
+def test_costs_are_those_of_the_papers_batches():
+    assert paper.costs("SimCLR", "10", 100)["updates"] == 100 * 312, "section 4.1"
+    assert paper.costs(OURS_NAME, "10", 100)["updates"] == 100 * 454
+    views = 454 * 250 * (2 * 2_816 + 2_560) + 454 * 50 * 2 * 2_816
     macs = network_cost("resnet50", "imagenet", 224).macs
-    assert OURS.costs(300)["petaflops"] == pytest.approx(petaflops(macs * OURS.large_views(300)))
-
-
-def test_recipe_costs_of_paws_are_those_of_its_config():
-    config = load_config("in1k_10pct_paws", ["optimization.epochs=200"])
-    spent = petaflops(run_macs(config, config.resolve(8, paper.IMAGES)))
-    for labels in ("10", "1"):
-        costs = paper.RECIPES["PAWS", labels].costs(200)
-        assert costs["updates"] == 200 * 312 and costs["petaflops"] == pytest.approx(spent)
+    assert paper.costs(OURS_NAME, "10", 300)["petaflops"] == pytest.approx(petaflops(macs * views))
 
 
 @pytest.mark.parametrize("figure", [paper.TEN, paper.ONE])
@@ -159,7 +148,7 @@ TOPS = [("top1", 45, 65.6, 66.7, 66.1), ("top5", 44, 87.6, 88.2, 87.8)]
 @pytest.mark.parametrize(("metric", "percent", "a", "b", "best"), TOPS)
 def test_claims_explain_the_percentages_at_10_percent_labels(metric, percent, a, b, best):
     """By hand: accuracy a at 300 epochs and b at 500, to reach SimCLR's best of 1000; both costs are linear there."""
-    below, between, above = (epochs_of_simclr(OURS, epochs) for epochs in (300, 400, 500))
+    below, between, above = (epochs_of_simclr("10", epochs) for epochs in (300, 400, 500))
     at = below + (above - below) * (best - a) / (b - a)
     (panel,) = arrange(paper.curves(paper.TEN))
     (saving,) = by(savings(panel, metric), "petaflops", "best")
@@ -176,8 +165,7 @@ def test_claims_explain_the_percentages_at_10_percent_labels(metric, percent, a,
 
 
 def test_claims_explain_the_percentages_at_1_percent_labels():
-    recipe = paper.RECIPES["SimCLR + SuNCEt", "1"]
-    longer, shorter = epochs_of_simclr(recipe, 500), epochs_of_simclr(recipe, 400)
+    longer, shorter = epochs_of_simclr("1", 500), epochs_of_simclr("1", 400)
     assert round(shorter / 5) == 83
     for said in (
         f"at 500 epochs, the compute of {longer:.1f} epochs",

@@ -6,23 +6,31 @@ recomputes them.
 
 import csv
 import io
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from pydantic.dataclasses import dataclass as checked_dataclass
+from pydantic.dataclasses import dataclass
 
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, labels_text
+from fastsuncet.config import load_config
 from fastsuncet.errors import ConfigError
-from fastsuncet.models.flops import network_cost, petaflops
+from fastsuncet.models.flops import petaflops, run_macs
 
-IMAGES, BATCH = 1_281_167, 4_096  # ImageNet, and SimCLR's update
+IMAGES = 1_281_167  # ImageNet
 TEN, ONE = "imagenet-10pct", "imagenet-1pct"
 UNSUPERVISED = ("SimCLR", "SimCLRv2", "SwAV", "NPID++", "PIRL")  # pre-training without labels
-SUNCET = "SimCLR + SuNCEt"
+# (method, labels in %) -> the config of that pre-training
+CONFIGS = {
+    ("SimCLR", "10"): "in1k_simclr",
+    ("SimCLR", "1"): "in1k_simclr",
+    ("SimCLR + SuNCEt", "10"): "in1k_10pct",
+    ("SimCLR + SuNCEt", "1"): "in1k_1pct",
+    ("PAWS", "10"): "in1k_10pct_paws",
+    ("PAWS", "1"): "in1k_1pct_paws",
+}
 
 
-@checked_dataclass(frozen=True)
+@dataclass(frozen=True)
 class PublishedPoint:
     """One row of the data: a number that the paper or its authors' README gives."""
 
@@ -38,41 +46,6 @@ class PublishedPoint:
     epochs: int | None = None
     value: float | None = None  # in %; None: a curve or a statement without a number, see `note`
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What the epochs of a method cost on ImageNet: images in an update, and the number of epochs with labels."""
-
-    unlabeled: int
-    labeled: int = 0
-    supervised_epochs: int = 0
-    small_crops: int = 0  # of 96 pixels, of each unlabeled image
-    head: tuple[int, int, bool, int, bool] = (2048, 128, False, 2, False)  # as ModelSection.head
-
-    def large_views(self, epochs: float) -> int:
-        """Return the large views through the network: two of an unlabeled image, one of a labeled one."""
-        steps = IMAGES // self.unlabeled
-        updates = round(epochs * steps)
-        return 2 * self.unlabeled * updates + self.labeled * min(updates, self.supervised_epochs * steps)
-
-    def costs(self, epochs: float) -> dict[str, float]:
-        """Return the costs that follow from the epochs; hours and joules were not published."""
-        large, small = (network_cost("resnet50", "imagenet", size, *self.head).macs for size in (224, 96))
-        updates = round(epochs * (IMAGES // self.unlabeled))
-        macs = large * self.large_views(epochs) + small * self.small_crops * self.unlabeled * updates
-        return {"epochs": epochs, "updates": updates, "petaflops": petaflops(macs)}
-
-
-# (method, labels in %) -> section 4.1: 64 x 64 images an update, or 64 x 44 and 64 x 40 labeled ones
-RECIPES = {
-    ("SimCLR", "10"): Recipe(BATCH),
-    ("SimCLR", "1"): Recipe(BATCH),
-    (SUNCET, "10"): Recipe(2_816, 2_560, 250),
-    (SUNCET, "1"): Recipe(2_816, 2_560, 30),
-    # configs/in1k_10pct_paws.yaml: supports to the end
-    **{("PAWS", labels): Recipe(4_096, 6_720, 300, 6, (2048, 2048, True, 3, True)) for labels in ("10", "1")},
-}
 
 
 @cache
@@ -137,9 +110,18 @@ def curves(figure: str) -> list[Curve]:
 def _point(method: str, labels: str, epochs: int | None, metrics: dict[str, float]) -> Point:
     if epochs is None:
         return Point(None, {}, metrics)
-    recipe = RECIPES.get((method, labels))
-    costs: dict[str, float] = recipe.costs(epochs) if recipe else {"epochs": epochs}
-    return Point(int(costs.get("updates", epochs)), costs, metrics)
+    known = costs(method, labels, epochs)
+    return Point(int(known.get("updates", epochs)), known, metrics)
+
+
+def costs(method: str, labels: str, epochs: int) -> dict[str, float]:
+    """Return the costs that follow from the epochs; hours and joules were not published."""
+    name = CONFIGS.get((method, labels))
+    if name is None:
+        return {"epochs": epochs}
+    config = load_config(name, [f"optimization.epochs={epochs}"])
+    sizes = config.resolve(8, IMAGES)
+    return {"epochs": epochs, "updates": sizes.steps, "petaflops": petaflops(run_macs(config, sizes))}
 
 
 def sources(figure: str) -> list[str]:
