@@ -16,7 +16,6 @@ from fastsuncet.cli import main
 from fastsuncet.commands import report as reports
 from fastsuncet.commands.report import figures, markdown, methods_tables, report
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
-from fastsuncet.commands.report.figures import unit
 from fastsuncet.commands.report.reading import read_runs
 from fastsuncet.config import ConfigErrors
 from tests.support.reports import make_run, result, write_lines
@@ -102,7 +101,7 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(seeds, m
         assert pixels.std() > 10, f"{picture} is blank"
         assert f"({picture}.png)" in Path("one", "report.md").read_text()
     svg = Path("one", "finetune-10-labels-top1.svg").read_text()
-    labels = ["top-1 accuracy, %", "model updates, thousands", "compute, exaFLOPs", "time, minutes"]
+    labels = ["top-1 accuracy, %", "200k", "compute, FLOPs", "20E"]
     for label in (*labels, "SimCLR + SuNCEt (paper)", "SimCLR, mean of 2 seeds"):
         assert f">{label}</text>" in svg, label
     # The paper's points stand only next to results of their kind and share of labels.
@@ -139,21 +138,6 @@ def test_write_puts_the_legend_below_the_panels(tmp_path):
     figure.subplots().plot([0, 1], [0, 1], label="a")
     figures.write(figure, tmp_path / "one")
     assert figure.legends[0].get_window_extent().y1 < figure.axes[0].get_tightbbox().y0
-
-
-@pytest.mark.parametrize(
-    ("cost", "largest", "wanted"),
-    [
-        ("petaflops", 3.3e-4, (1e-6, "compute, gigaFLOPs")),
-        ("petaflops", 390, (1, "compute, petaFLOPs")),
-        ("petaflops", 62_746, (1000, "compute, exaFLOPs")),
-        ("hours", 20 / 3600, (1 / 3600, "time, seconds")),
-        ("updates", 600, (1, "model updates")),
-        ("joules", 7.2e6, (3.6e6, "energy of the GPUs, kWh")),
-    ],
-)
-def test_unit_fits_the_largest_value(cost, largest, wanted):
-    assert unit(cost, largest) == wanted
 
 
 def test_table_aligns_small_numbers_too():

@@ -1,5 +1,6 @@
 """A report's data: the accuracies of runs and their costs, in groups of seeds, in panels that can be compared."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -189,17 +190,12 @@ def arrange(curves: Iterable[Curve], baseline: str | None = None) -> list[Panel]
 
 def _join_seeds(curves: list[Curve]) -> list[Group]:
     """Return groups in the order of their first runs. Two runs of one seed are two groups, so none is counted twice."""
-    joined: list[list[Curve]] = []
+    times, experiments = Counter(), defaultdict(list)
     for curve in curves:
-        for members in joined:
-            first = members[0]
-            alike = (first.method, first.settings) == (curve.method, curve.settings)
-            published = first.published or curve.published
-            if alike and not published and curve.seed not in [member.seed for member in members]:
-                members.append(curve)
-                break
-        else:
-            joined.append([curve])
+        alike = (curve.method, curve.settings, curve.published)
+        times[alike, curve.seed] += 1
+        experiments[alike, times[alike, curve.seed]].append(curve)
+    joined = list(experiments.values())
     # A folder's name is bytes, and can have line breaks.
     names = (_name(members[0], joined).encode(errors="replace").decode().split() for members in joined)
     return [Group(" ".join(words), tuple(members)) for words, members in zip(names, joined)]

@@ -19,7 +19,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
 
 from fastsuncet.commands.report.compute_saved import Saving, crossing, reached
 from fastsuncet.commands.report.curves import COSTS, KNN, NAMES, Group, Panel, scale
@@ -31,17 +31,20 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 MARKERS = "osD^vPX*"
 DASHES: tuple = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 DPI = 200
-CROSSED: dict[str, Any] = {"marker": "|", "markersize": 11, "markeredgewidth": 1.6, "linestyle": "none"}
-# Cost -> (what it is, [(from this largest value on, divided by, unit)]), from large to small.
+CROSSED: dict[str, Any] = {
+    "color": "black",
+    "marker": "|",
+    "markersize": 11,
+    "markeredgewidth": 1.6,
+    "ls": "none",
+}
+# Cost -> (label of the axis, what the cost is multiplied by, whether numbers have prefixes of SI: 20k, 3G).
 AXES = {
-    "epochs": ("epochs of pre-training", [(0, 1, "")]),
-    "updates": ("model updates", [(2e5, 1e3, "thousands"), (0, 1, "")]),
-    "petaflops": (
-        "compute",
-        [(2e4, 1e3, "exaFLOPs"), (1, 1, "petaFLOPs"), (1e-3, 1e-3, "teraFLOPs"), (0, 1e-6, "gigaFLOPs")],
-    ),
-    "hours": ("time", [(0.5, 1, "hours"), (1 / 60, 1 / 60, "minutes"), (0, 1 / 3600, "seconds")]),
-    "joules": ("energy of the GPUs", [(3.6e6, 3.6e6, "kWh"), (1e3, 1e3, "kilojoules"), (0, 1, "joules")]),
+    "epochs": ("epochs of pre-training", 1, False),
+    "updates": ("model updates", 1, True),
+    "petaflops": ("compute, FLOPs", 1e15, True),
+    "hours": ("time, hours", 1, False),
+    "joules": ("energy of the GPUs, joules", 1, True),
 }
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -61,16 +64,13 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be searched, selected and read aloud
     "svg.hashsalt": "fastsuncet",
 }
-# Costs of the picture of compute saved -> (color, name, offset in its row); its rules -> (marker, words).
-SAVED = {"petaflops": (COLORS[0], "FLOPs", -0.14), "updates": (COLORS[1], "updates", 0.14)}
-RULE_MARKERS = {"final": ("o", "to its final accuracy"), "best": ("D", "to its best")}
-
-
-def unit(cost: str, largest: float) -> tuple[float, str]:
-    """Return (divisor, label with unit) for a `cost` axis that ends at `largest`."""
-    what, units = AXES[cost]
-    _, divisor, name = next(entry for entry in units if largest >= entry[0])
-    return divisor, f"{what}, {name}" if name else what
+# (cost, rule) in the picture of compute saved -> (place in its row, color, marker, label).
+SAVED = {
+    ("petaflops", "final"): (-0.2, COLORS[0], "o", "FLOPs to its final accuracy"),
+    ("petaflops", "best"): (-0.08, COLORS[0], "D", "FLOPs to its best"),
+    ("updates", "final"): (0.08, COLORS[1], "o", "updates to its final accuracy"),
+    ("updates", "best"): (0.2, COLORS[1], "D", "updates to its best"),
+}
 
 
 # ------------------------------------------------------------------------------------------- accuracy against costs
@@ -108,8 +108,8 @@ def draw_panel(panel: Panel, metric: str, folder: Path, name: str = "") -> list[
 def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str, cost: str) -> None:
     """Draw all groups against one cost, the best of `base` as a line, and where each group first crosses it."""
     points = {g.name: [p for p in g.common(metric) if cost in p.costs] for g in groups}
-    largest = max(p.costs[cost] for found in points.values() for p in found)
-    divisor, label = unit(cost, largest)
+    label, factor, prefixed = AXES[cost]
+    largest = factor * max(p.costs[cost] for found in points.values() for p in found)
     best = None
     if base in groups and metric not in RANKS:
         best = 100 * max(p.mean(metric) for p in base.common(metric))
@@ -117,7 +117,7 @@ def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str
     for i, group in enumerate(groups):
         if not points[group.name]:
             continue
-        x = [p.costs[cost] / divisor for p in points[group.name]]
+        x = [factor * p.costs[cost] for p in points[group.name]]
         values = scale(metric) * np.array([p.metrics[metric] for p in points[group.name]])  # (points, seeds)
         mean, (color, seeds) = values.mean(1), (COLORS[i % len(COLORS)], values.shape[1])
         axes.plot(
@@ -137,14 +137,12 @@ def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str
         if base is None or best is None or not base.rivals(group):
             continue
         if mean[0] < best and (at := crossing(x, mean.tolist(), best)):
-            axes.plot(
-                [at[0]], [best], color="black", zorder=4, label="first as good, interpolated", **CROSSED
-            )
+            axes.plot([at[0]], [best], zorder=4, label="first as good, interpolated", **CROSSED)
     if any(len(group.curves) > 1 for group in groups):
         axes.fill_between([], [], color="0.5", alpha=0.25, lw=0, label="lowest to highest of the seeds")
     axes.set_xlabel(label)
-    axes.set_xlim(0, 1.04 * largest / divisor)
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.set_xlim(0, 1.04 * largest)
+    axes.xaxis.set_major_formatter(EngFormatter(sep="") if prefixed else StrMethodFormatter("{x:,g}"))
     axes.margins(y=0.08)
 
 
@@ -189,21 +187,24 @@ def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path)
     A row for each method, measurement and metric: the mean over the seeds by linear interpolation, each seed as a small
     point, and the percentages that the paper prints.
     """
-    rows: dict[tuple, dict[tuple[str, str], list[Saving]]] = {}
+    rows: dict[tuple, list[Saving]] = {}
     for s in savings:
-        if s.cost in SAVED:
-            row = rows.setdefault((s.method, str(s.measurement), s.metric), {})
-            row.setdefault((s.cost, s.rule), []).append(s)
+        if (s.cost, s.rule) in SAVED:
+            rows.setdefault((s.method, str(s.measurement), s.metric), []).append(s)
     if not rows:
         return []
-    names = [_row_name(*row) for row in rows]
+    names = []
+    for method, measurement, metric in rows:
+        by = "" if metric == KNN else f"{NAMES.get(metric, metric).removesuffix(' accuracy')} by "
+        names.append("\n".join(fill(line, 50) for line in (method, f"{by}{measurement}")))
     with rc_context(STYLE):
         height = 0.275 * sum(name.count("\n") + 1 for name in names) + 1.6
         figure = Figure(figsize=(7, height), dpi=DPI)
         axes = figure.subplots()
-        for y, (row, cells) in enumerate(rows.items()):
-            for (cost, rule), seeds in cells.items():
-                _draw_seeds(axes, seeds, y + SAVED[cost][2] + (0.06 if rule == "best" else -0.06))
+        for y, (row, found) in enumerate(rows.items()):
+            for of in SAVED:
+                if seeds := [s for s in found if (s.cost, s.rule) == of]:
+                    _draw_seeds(axes, seeds, y)
             if row in printed:
                 axes.plot(printed[row], y, "X", color="black", markersize=7, label="printed in the paper")
         axes.axvline(100, color="0.45", linewidth=0.9, zorder=1, label="as much as the baseline")
@@ -217,31 +218,23 @@ def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path)
         return write(figure, folder / "saved")
 
 
-def _row_name(method: str, measurement: str, metric: str) -> str:
-    measured = "" if metric == KNN else f"{NAMES.get(metric, metric).removesuffix(' accuracy')} by "
-    return "\n".join(fill(line, 50) for line in (method, f"{measured}{measurement}"))
-
-
-def _draw_seeds(axes: Axes, seeds: list[Saving], y: float) -> None:
+def _draw_seeds(axes: Axes, seeds: list[Saving], row: int) -> None:
     """Draw one rule and cost: the mean if most seeds got there, each seed that did, and how many did not."""
-    color, name, _ = SAVED[seeds[0].cost]
-    marker, words = RULE_MARKERS[seeds[0].rule]
-    there, _ = reached(seeds)
+    place, color, marker, label = SAVED[seeds[0].cost, seeds[0].rule]
+    y, (there, _) = row + place, reached(seeds)
     each = [100 * s.shares[0] for s in seeds if s.shares]
     style: dict[str, Any] = {"color": color, "marker": marker, "linestyle": "none"}
+    note: dict[str, Any] = {"color": color, "fontsize": 6, "va": "center"}
     if there:
-        face = color if seeds[0].rule == "final" else "white"
-        mean = 100 * fmean(there)
-        axes.plot(mean, y, label=f"{name} {words}", markerfacecolor=face, zorder=4, **style)
+        mean, face = 100 * fmean(there), color if marker == "o" else "white"
+        axes.plot(mean, y, label=label, markerfacecolor=face, zorder=4, **style)
         if any(s.at_first for s in seeds):
-            note: dict[str, Any] = {"ha": "right", "va": "center", "color": color, "fontsize": 6}
-            axes.annotate("at most", (mean, y), (-6, 0), textcoords="offset points", **note)
+            axes.annotate("at most", (mean, y), (-6, 0), ha="right", textcoords="offset points", **note)
     if len(seeds) > 1:
         axes.plot(each, [y] * len(each), label="a seed alone", markersize=3, alpha=0.45, **style)
     if len(each) < len(seeds):
         missing = f"{len(seeds) - len(each)} of {len(seeds)} seeds never"
-        where: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "annotation_clip": False}
-        axes.annotate(missing, (1.01, y), color=color, fontsize=6, va="center", **where)
+        axes.annotate(missing, (1.01, y), xycoords=("axes fraction", "data"), annotation_clip=False, **note)
 
 
 # ----------------------------------------------------------------------------------------------------------- files
