@@ -20,18 +20,10 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.classifier import learned_labels
-from fastsuncet.evaluation.confusion import written
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
-from fastsuncet.evaluation.finetuning.job import (
-    FineTuningJob,
-    accuracy_lines,
-    accuracy_table,
-    heading,
-    resolve_sizes,
-)
+from fastsuncet.evaluation.finetuning.job import FineTuningJob, accuracy_table, resolve_sizes
 from fastsuncet.evaluation.finetuning.record import sizes
 from fastsuncet.evaluation.scoring import labeled, true_labels
-from fastsuncet.metrics.results import send_results
 from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models.flops import network_cost
 from fastsuncet.training.determinism import resolve_precision
@@ -92,14 +84,7 @@ def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, s
         if records:
             say("")
         job = FineTuningJob(sized, place, shown, encoder, several, known)
-        record, result, new = job.run(signals, heading(job, brief=bool(records)), say)
-        records.append(record)
-        accuracy, *more = accuracy_lines(record)
-        files = [] if result is None else written(result)
-        for line in (accuracy + ("" if new else " (done before)"), *more, *files):
-            say(line)
-        if result is not None:
-            send_results(config, [result])
+        records.append(job.run(signals, say, brief=bool(records)))
     for line in ("", *accuracy_table(records)) if len(records) > 1 else ():
         say(line)
 

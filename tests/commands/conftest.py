@@ -6,7 +6,7 @@ import PIL.Image
 import pytest
 
 from fastsuncet.evaluation import confusion
-from fastsuncet.evaluation.finetuning import frozen
+from fastsuncet.evaluation.finetuning import fit
 from tests.support.chromium import CHROMIUM, Chromium
 from tests.support.exports import save_run
 
@@ -34,7 +34,7 @@ def _less_work():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(confusion, "confusion_picture", first)
-        patch.setattr(frozen, "BATCHES", 2)
+        patch.setattr(fit, "BATCHES", 2)
         yield
 
 

@@ -237,7 +237,7 @@ def test_results_of_data_sets_saved_at_the_same_moment_or_after_a_move_are_kept(
         task = types.SimpleNamespace(name=name, title="top-1")
         shared = {"config": config, "task": task, "encoder": encoder, "place": ALONE}
         dataset = types.SimpleNamespace(**shared, folder=tmp_path / name)
-        transfer.save_result(dataset, [], {"metric": 0.5, "images": 9}, retrained)
+        transfer.save_result(dataset, {"metric": 0.5, "images": 9}, retrained)
 
     other = threading.Thread(target=save, args=["cifar100"])
 
@@ -261,7 +261,11 @@ def test_transfer_names_what_is_missing_before_the_first_cell(top, tmp_path, cap
     monkeypatch.setitem(sys.modules, "wandb", None)
     for code, message, word in (
         (3, "CIFAR-100", "transfer.datasets=[cifar10,cifar100]"),
-        (2, "80 labeled images of cifar10 do not fill a batch of 81: at most 80", "transfer.batch_size=81"),
+        (
+            2,
+            "must be a multiple of 1, and at most the 80 labeled images of cifar10",
+            "transfer.batch_size=81",
+        ),
         (2, "`pip install wandb`", "logging.wandb=project"),
     ):
         assert run(top, tmp_path, word) == code

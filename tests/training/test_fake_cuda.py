@@ -13,7 +13,7 @@ from fastsuncet import paws
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.finetuning.fit import finetune_step, sigmoid_loss, softmax_loss, with_classifier
+from fastsuncet.evaluation.finetuning.fit import FineTuning, sigmoid_loss, softmax_loss, with_classifier
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.metrics import interval
 from fastsuncet.models import resnet
@@ -89,15 +89,18 @@ def test_finetuning_step_stays_on_the_gpu(loss):
         network = drawn.to(CARD, memory_format=torch.channels_last)
         # Not fused as a fit's is: torch's fused step has no fake twin. So in bf16, whose scaler is off: fp16's would
         # ask the host whether to make a step that is not fused.
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-        scaler = torch.amp.GradScaler("cuda", enabled=False)
-        autocast = partial(torch.autocast, "cuda", torch.bfloat16)
+        groups = [{"params": list(network.parameters()), "scale": 1.0}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+        task = SimpleNamespace(network=network, optimizer=optimizer, loss=loss, place=HERE, start=[])
+        task.scaler = torch.amp.GradScaler("cuda", enabled=False)
+        task.autocast = partial(torch.autocast, "cuda", torch.bfloat16)
+        task.config = SimpleNamespace(finetune=SimpleNamespace(accumulate=2))
         targets = torch.arange(4, device=CARD)
         if loss is sigmoid_loss:
             targets = torch.zeros(4, 10, dtype=torch.int8, device=CARD)
         batch = [(pixels(4, 32), targets)] * 2
         with Watch() as watch:
-            values = finetune_step(network, optimizer, scaler, autocast, loss, batch, 2, 0.1, 1.0)
+            values = FineTuning.train_step(task, batch, 0.1)
         assert values.shape == (2,) and places(network, optimizer) == {CARD} == {values.device}
     assert watch.mixed == []
 

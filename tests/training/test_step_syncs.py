@@ -13,7 +13,7 @@ import torch
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import LABELED, PairedStream
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.finetuning.stream import FineTuningStream
+from fastsuncet.evaluation.finetuning.fit import FineTuningStream
 from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.training import methods
 from fastsuncet.training.step import build, in_float32, train_step

@@ -17,14 +17,15 @@ from fastsuncet.checkpoint.run_folder import on_every_rank
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import rank_0_first
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.mean_ap import mean_average_precision
 from fastsuncet.evaluation.scoring import per_class, share_right
 from fastsuncet.paths import typed_path
+from pipelines.data_errors import DataError
 from pipelines.datasets.cifar import cifar
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import draw_held_out, labeled_split
 from pipelines.datasets.voc07 import part_size, voc07
 
+RECALLS = 11  # 0, 0.1, ..., 1: those of VOC 2007's average precision
 # Takes logits (N, classes), and the index and N numbers of their images; returns the metric, and what a result says of
 # each class.
 Metric = Callable[[np.ndarray, ImageIndex, np.ndarray], tuple[float, dict[str, Any]]]
@@ -83,8 +84,38 @@ def top1(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> tuple[fl
 
 
 def mean_ap(logits: np.ndarray, index: ImageIndex, numbers: np.ndarray) -> tuple[float, dict[str, Any]]:
-    """Return VOC 2007's mean average precision, 0 to 1; a class without positive images has none of its own."""
+    """Return VOC 2007's mean average precision, 0 to 1; a class without positive images has none of its own.
+
+    Raises DataError where no class has a positive image.
+    """
     assert index.presence is not None
-    mean, each = mean_average_precision(logits, index.presence[numbers])
-    known = zip(index.classes, each.tolist(), strict=True)
-    return mean, {name: {"average_precision": value} for name, value in known if not np.isnan(value)}
+    each = [average_precision(*pair) for pair in zip(logits.T, index.presence[numbers].T, strict=True)]
+    known = {name: value for name, value in zip(index.classes, each, strict=True) if not np.isnan(value)}
+    if not known:
+        raise DataError(f"{index.root}: no class is in any of the {len(numbers)} images to test on")
+    classes = {name: {"average_precision": value} for name, value in known.items()}
+    return float(np.nanmean(each)), classes
+
+
+def average_precision(scores: np.ndarray, presence: np.ndarray) -> float:
+    """Return the mean over recalls t = 0, 0.1, ..., 1 of the highest precision at recall >= t; NaN without positives.
+
+    `scores` (N,) float; `presence` (N,): 1 the class is there, -1 it is not, 0 difficult, which is left out. Images of
+    equal score are counted together: precision and recall belong to a threshold, so the order of the images cannot
+    change the number. (VOC's own program takes them in the order of its sort.)
+    """
+    asked = presence != 0
+    scores, there = scores[asked], presence[asked] > 0
+    positives = int(there.sum())
+    if positives == 0:
+        return float("nan")
+    order = np.argsort(-scores, kind="stable")
+    ranked = scores[order]
+    last = np.append(ranked[1:] != ranked[:-1], True)  # the last image of each group of equal scores
+    found = np.cumsum(there[order])[last]
+    precision = found / (np.flatnonzero(last) + 1)
+    # From the right: each threshold gets the best precision of itself and of all thresholds of higher recall.
+    best = np.maximum.accumulate(precision[::-1])[::-1]
+    # Integers, because in floats 3 * 0.1 is more than 0.3, the recall of three of ten positives.
+    wanted = np.searchsorted((RECALLS - 1) * found, np.arange(RECALLS) * positives)
+    return float(best[wanted].mean())

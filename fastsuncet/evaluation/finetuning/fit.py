@@ -4,14 +4,14 @@ The protocol is the paper's (appendix B): all weights are trained by SGD with Ne
 warm-up; the learning rate falls along half a cosine to 0; an image is cropped at random and flipped; BatchNorm
 normalizes over each process's own images.
 
-Shapes: m images of (3, S, S) a pass, logits (m, C).
+Shapes: B images of (3, S, S) an update over W ranks in A passes each, m = B / (W A) a pass, logits (m, C).
 """
 
 import contextlib
 import copy
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,25 +20,28 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 
-from fastsuncet.config import Config, PerRank
+from fastsuncet.config import Config
+from fastsuncet.data.paired_stream import loader_options
 from fastsuncet.distributed.collectives import any_rank, broadcast
 from fastsuncet.distributed.ddp import parallel
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.encoder import Encoder, linear_layer
 from fastsuncet.evaluation.features import evaluation_view, outputs
-from fastsuncet.evaluation.finetuning.frozen import Frozen, measure_statistics
 from fastsuncet.evaluation.finetuning.record import refuse_changed, sizes
-from fastsuncet.evaluation.finetuning.stream import ROLE, FineTuningStream
 from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import classifier_macs
 from fastsuncet.optim import SGD, warmup_cosine
 from fastsuncet.training.determinism import PRECISIONS
 from fastsuncet.training.trainer import COST, SPEED, Trainer, TrainingTask
+from pipelines.backend import to_device
 from pipelines.datasets.index import ImageIndex
-from pipelines.output import counted
-from pipelines.sampling.augmentation import Center
+from pipelines.loader import Loader
+from pipelines.sampling.augmentation import Augmentation, Center
+from pipelines.sampling.samplers import SubsetSampler
+from pipelines.sampling.step_plan import Plan
 
 # A classifier of features h that starts from a linear fit needs rates below about 1 / mean of |h|^2: at larger ones it
 # forgets the fit in its first updates. That is so for any unit of the features.
@@ -47,36 +50,70 @@ STABLE = 1.0
 # two updates those took an encoder from 51 to 38 % (RESULTS.md).
 CLIP = 1.0
 LINES = 100  # of metrics per fit, at most: a transfer grid has dozens of fits
+BATCHES = 10  # that new statistics of BatchNorm are the mean of
+ROLE = "fit"  # of the random draws: independent of those of pre-training
 SAVES = 20  # per fit, at most: a kill then costs a twentieth of it
 
 
-def resolve_batch(config: Config, section: str, images: int, of: str, world_size: int, passes: int) -> int:
-    """Return the images of an update, from `section`.batch_size of the config.
+class FineTuningStream:
+    """`stream(step, part)` is what one pass learns from: a pure function of (seed, step, part, rank) and the files."""
 
-    Raises ConfigErrors, at the key's line and with a number that fits, for a batch that the processes and passes cannot
-    share, or that the `images` of the data set `of` do not fill.
-    """
-    asked = getattr(config, section).batch_size
-    batch = asked.per_rank * world_size if isinstance(asked, PerRank) else asked
-    parts = world_size * passes
-    most = images // parts * parts
-    if section == "finetune" and config.finetune.head == "linear":
-        batch = min(batch, most)
-    if 1 <= batch <= images and batch % parts == 0:
-        return batch
-    sharing = counted(world_size, "process")
-    if passes > 1:
-        sharing += f" in {passes} passes each ({section}.accumulate)"
-    if not most:
-        problem = f"{images:,} labeled images{of} cannot be shared by {sharing}"
-    elif batch < 1 or batch % parts:
-        fits = min(max(1, round(batch / parts)) * parts, most)
-        problem = (
-            f"{batch:,} images cannot be shared by {sharing}: a multiple of {parts} can, such as {fits:,}"
-        )
-    else:
-        problem = f"{images:,} labeled images{of} do not fill a batch of {batch:,}: at most {most:,}"
-    raise config.error(f"{section}.batch_size", problem)
+    def __init__(self, index: ImageIndex, indices: np.ndarray, config: Config, place: Place):
+        """Show the images `indices`, int64, as the sections finetune and data of `config` say."""
+        f, a, seed = config.finetune, config.data.augmentation, config.meta.seed
+        shown = {"size": a.size, "crop_scale": f.crop_scale, "crop_ratio": a.crop_ratio, "flip": a.flip}
+        view = Augmentation(**shown, blur=0.0, mean=a.mean, std=a.std).uncolored
+        self.passes, self._index, self._place = f.accumulate, index, place
+        sampler = SubsetSampler(indices, sizes(config)[0], place.world_size * self.passes, seed)
+        self.steps_per_epoch = sampler.steps_per_epoch
+        draws = {"seed": seed, "role": ROLE, "passes": self.passes}
+        self._plans = [Plan(index, sampler, (view,), rank=rank, **draws) for rank in range(place.world_size)]
+        plan = self._plans[place.rank]
+        self._loader = Loader(plan, loader_options(config, place), bad_images=config.data.bad_images)
+
+    def __call__(self, step: int, part: int) -> tuple[Tensor, Tensor]:
+        """Return images (m, 3, S, S) and targets: labels int64 (m,), or presence int8 (m, C)."""
+        number = step * self.passes + part
+        (images,) = self._loader(number)
+        # Asked for after the images: a bad one can be replaced by one of another class.
+        draws = self._loader.draws(number)
+        presence = self._index.presence
+        targets = draws.labels if presence is None else presence[draws.indices]
+        device = self._place.device
+        return to_device(images, device), to_device(torch.from_numpy(targets), device)
+
+    def files(self, step: int, rank: int, role: str = ROLE) -> list[str]:
+        """Return the names of the images of one rank's part of a step."""
+        passes = [self._plans[rank](step * self.passes + part) for part in range(self.passes)]
+        return [self._index.name(int(i)) for draws in passes for i in draws.indices]
+
+    @property
+    def replaced(self) -> set[int]:
+        """The bad images that this rank has met and replaced by others."""
+        return set(self._loader.replaced)
+
+    def close(self) -> None:
+        """Free threads and buffers."""
+        self._loader.close()
+
+
+def measure_statistics(network: nn.Module, stream: FineTuningStream, steps: int) -> None:
+    """Set BatchNorm's statistics to the mean of those of BATCHES batches, the ones after the last of `steps`."""
+    update_bn((stream(steps + i, 0) for i in range(BATCHES)), network)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A linear classifier of frozen features, and what it and the nearest neighbors recognize without training."""
+
+    module: nn.Module  # what to start from: the encoder, with new statistics where its own are stale
+    stale: bool
+    weight: Tensor  # (C, E) float32, of raw features of `module`: the standardization is folded in
+    bias: Tensor  # (C,) float32
+    square: float  # mean of |h|^2 over the labeled images
+    # Top-1 of the encoder as it is on the validation images, 0 to 1: linear; knn, whose neighbors are center crops; and
+    # knn_random_crops, as in the paper. Empty where there are none.
+    accuracies: dict[str, float]
 
 
 def with_classifier(encoder: nn.Module, weight: Tensor, bias: Tensor) -> nn.Sequential:
@@ -102,45 +139,8 @@ def sigmoid_loss(logits: Tensor, presence: Tensor) -> tuple[Tensor, Tensor]:
     return loss, right.float().mean()
 
 
-def finetune_step(
-    network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    autocast: Callable[[], torch.autocast],
-    loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    batch: Iterable[tuple[Tensor, Tensor]],  # images and targets, pass by pass
-    passes: int,
-    lr: float,
-    clip: float = math.inf,
-) -> Tensor:
-    """Make one update. Return this rank's loss and fraction of right answers, (2,), on the device.
-
-    Gradients of all passes add up, and ranks exchange them in the last pass only. `clip` is the most that their norm
-    can be. No host sync.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("scale", 1.0)
-    total = torch.zeros(())
-    ddp = network if isinstance(network, nn.parallel.DistributedDataParallel) else None
-    for part, (images, targets) in enumerate(batch):
-        with ddp.no_sync() if ddp and part < passes - 1 else contextlib.nullcontext():
-            with autocast():
-                logits = network(images)
-            value, right = loss(logits.float(), targets)
-            scaler.scale(value / passes).backward()
-        values = torch.stack([value.detach(), right]) / passes
-        total = values if part == 0 else total + values
-    if clip < math.inf:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(network.parameters(), clip)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return total
-
-
 class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
-    """An encoder and a new classifier on the images `indices` of `train`. `finetune_step` is the update.
+    """An encoder and a new classifier on the images `indices` of `train`.
 
     An index with `presence` has several classes an image: the loss is then a sigmoid's. Else it is the softmax's.
     """
@@ -179,10 +179,10 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         (self.images, lr), classes = sizes(config), len(train.classes)
         # At zero all classes begin equally likely (paper, appendix B). The authors' first release does not mention the
         # bias, and leaves it at torch's random initial value.
-        module, layer = encoder.module, (torch.zeros(classes, encoder.width), torch.zeros(classes))
+        start = (encoder.module, torch.zeros(classes, encoder.width), torch.zeros(classes))
         if frozen is not None:
-            module, layer = frozen.module, (frozen.weight, frozen.bias)
-        self.model = with_classifier(copy.deepcopy(module), *layer)
+            start = (frozen.module, frozen.weight, frozen.bias)
+        self.model = with_classifier(copy.deepcopy(start[0]), *start[1:])
         for layer in self.model.modules() if bn_momentum is not None else ():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 layer.momentum = bn_momentum
@@ -233,18 +233,28 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
             yield images, targets
 
     def train_step(self, batch: Iterator[tuple[Tensor, Tensor]], lr: float) -> Tensor:
-        passes = self.config.finetune.accumulate
-        return finetune_step(
-            self.network,
-            self.optimizer,
-            self.scaler,
-            self.autocast,
-            self.loss,
-            batch,
-            passes,
-            lr,
-            clip=math.inf if self.start is None else CLIP,
-        )
+        """Make one update. Return this rank's loss and fraction of right answers, (2,), on the device. No host sync.
+
+        Gradients of all passes add up, and ranks exchange them in the last pass only.
+        """
+        passes, total = self.config.finetune.accumulate, torch.zeros(2, device=self.place.device)
+        ddp = self.network if isinstance(self.network, nn.parallel.DistributedDataParallel) else None
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["scale"]
+        for part, (images, targets) in enumerate(batch):
+            with ddp.no_sync() if ddp and part < passes - 1 else contextlib.nullcontext():
+                with self.autocast():
+                    logits = self.network(images)
+                loss, right = self.loss(logits.float(), targets)
+                self.scaler.scale(loss / passes).backward()
+            total += torch.stack([loss.detach(), right]) / passes
+        if self.start is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
 
     def averaged(self) -> list[Tensor]:
         """Return the weights and the BatchNorm statistics of the network."""

@@ -3,13 +3,12 @@
 Shapes: N labeled images, E the width of the encoder's output, C classes.
 """
 
+import contextlib
 import copy
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import update_bn
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
@@ -17,7 +16,7 @@ from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import embed_views, outputs
-from fastsuncet.evaluation.finetuning.stream import FineTuningStream
+from fastsuncet.evaluation.finetuning.fit import FineTuningStream, Frozen, measure_statistics
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.linear import ROWS, fit_on_ranks
 from fastsuncet.evaluation.scoring import examples, labeled, measured, own_rows, share_right
@@ -26,21 +25,6 @@ from fastsuncet.evaluation.scoring import examples, labeled, measured, own_rows,
 # third, and |h|^2 of training crops was 18 times that with statistics of the crops (after 80 updates 1.07 times): the
 # classifier of such features is wrong from the first update on, which has statistics of its batch.
 STALE = 0.001
-BATCHES = 10  # that new statistics are the mean of
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A linear classifier of frozen features, and what it and the nearest neighbors recognize without training."""
-
-    module: nn.Module  # what to start from: the encoder, with new statistics where its own are stale
-    stale: bool
-    weight: Tensor  # (C, E) float32, of raw features of `module`: the standardization is folded in
-    bias: Tensor  # (C,) float32
-    square: float  # mean of |h|^2 over the labeled images
-    # Top-1 of the encoder as it is on the validation images, 0 to 1: linear; knn, whose neighbors are center crops; and
-    # knn_random_crops, as in the paper. Empty where there are none.
-    accuracies: dict[str, float]
 
 
 def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Place, steps: int) -> Frozen:
@@ -69,7 +53,11 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
             votes = knn_predict(shown.queries, supports, labels, k=config.evaluation.knn_k)
             accuracies[name] = share_right(votes, shown.truth)
     if stale:
-        network = with_fresh_statistics(network, images, config, place, steps)
+        stream, network = FineTuningStream(images.train, chosen, config, place), copy.deepcopy(network)
+        with contextlib.closing(stream):
+            measure_statistics(network, stream, steps)
+        for buffer in network.buffers():  # rank 0's on all ranks
+            broadcast(buffer)
     if stale or start is None:
         start = fitted(outputs(network, images.train, chosen, config, place, what="labeled images"))
     return Frozen(network, stale, *start, accuracies)
@@ -90,22 +78,3 @@ def has_stale_statistics(encoder: Encoder) -> bool:
 def mean_square(features: Tensor) -> float:
     """Return the mean of |h|^2 of features (N, E), in float64 and in pieces: two copies of ImageNet's are 42 GB."""
     return torch.cat([x.double().square().sum(1) for x in features.split(ROWS)]).mean().item()
-
-
-def with_fresh_statistics(
-    network: nn.Module, images: Images, config: Config, place: Place, steps: int
-) -> nn.Module:
-    """Return a copy of `network` with BatchNorm's statistics of training crops, rank 0's on all ranks."""
-    stream, fresh = FineTuningStream(images.train, labeled(images), config, place), copy.deepcopy(network)
-    try:
-        measure_statistics(fresh, stream, steps)
-    finally:
-        stream.close()
-    for buffer in fresh.buffers():
-        broadcast(buffer)
-    return fresh
-
-
-def measure_statistics(network: nn.Module, stream: FineTuningStream, steps: int) -> None:
-    """Set BatchNorm's statistics to the mean of those of BATCHES batches, the ones after the last of `steps`."""
-    update_bn((stream(steps + i, 0) for i in range(BATCHES)), network)

@@ -20,19 +20,21 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.calibration import Calibration, calibrate
-from fastsuncet.evaluation.confusion import write_with_picture
+from fastsuncet.evaluation.confusion import write_with_picture, written
 from fastsuncet.evaluation.cross_validation import labels_per_class, out_of_fold
 from fastsuncet.evaluation.encoder import Encoder
-from fastsuncet.evaluation.finetuning.fit import FineTuning, fit, resolve_batch
+from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.evaluation.finetuning.frozen import measure_frozen
 from fastsuncet.evaluation.finetuning.record import (
     KEYS,
     config_values,
     fit_identity,
     labels_digest,
-    record_once,
+    read_record,
+    resolve_batch,
     sizes,
     with_sizes,
+    write_record,
 )
 from fastsuncet.evaluation.linear import FOLDS
 from fastsuncet.evaluation.scoring import (
@@ -47,7 +49,7 @@ from fastsuncet.evaluation.scoring import (
     true_labels,
     wilson_interval,
 )
-from fastsuncet.metrics.results import asked
+from fastsuncet.metrics.results import asked, send_results
 from fastsuncet.models.flops import classifier_macs, petaflops
 from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
@@ -77,8 +79,8 @@ def resolve_sizes(config: Config, images: Images, place: Place) -> Config:
         least, parts = len(chosen) - -(-len(chosen) // FOLDS), place.world_size * f.accumulate
         if least < parts:
             raise DataError(
-                f"{least} labeled images, as many as a fold leaves, cannot be shared by {parts} processes and passes. "
-                "Use fewer of them, label more, or set data.validation"
+                f"{least} labeled images, as many as a fold leaves, are too few for {parts} processes and passes: "
+                "label more, or set data.validation"
             )
     batch = resolve_batch(config, "finetune", len(chosen), "", place.world_size, f.accumulate)
     return with_sizes(config, batch_size=batch, lr=0.05 * batch / 256 if f.lr is None else f.lr)
@@ -111,44 +113,45 @@ class FineTuningJob:
             parts.append(encoder_tag(self.encoder, self.config.run_folder))
         return self.config.run_folder / "finetune" / "-".join(parts)
 
-    def run(
-        self, signals: SignalFlag, heading: Sequence[str], say: Say
-    ) -> tuple[dict[str, Any], Path | None, bool]:
-        """Return (the record, its result file on rank 0, whether it was trained just now). Collective.
+    def run(self, signals: SignalFlag, say: Say, *, brief: bool) -> dict[str, Any]:
+        """Train and measure, or read what was; print it, write and send its result; return its record. Collective.
 
-        Only two lines of `heading` are printed where nothing is trained. A finished network is evaluated on other
-        validation images without another update. Raises CheckpointError where the folder was begun with other settings,
-        and what `fit` raises.
+        A finished network is evaluated on other validation images without another update. `brief`: the heading is what
+        differs between the checkpoints of one command. Raises CheckpointError where the folder was begun with other
+        settings, and what `fit` raises.
         """
-        images, held_out = self.images, self.images.held_out
+        images, held_out, config = self.images, self.images.held_out, self.config
         judged = "folds" if held_out is None else held_out.fingerprint()
-        identity = fit_identity(self.config, self.encoder, images.train, labeled(images))
-
-        def make() -> dict[str, Any]:
-            for line in heading:
-                say(line)
-            logits, trainer, frozen = self._fit(images, self.config, self.folder, signals)
-            if held_out is None:
-                logits, truth, frozen = self._fit_folds(signals, say)
-            else:
-                truth = true_labels(images, self.place)
-            return {"validation": judged, "record": self._record(logits, truth, trainer, frozen)}
-
-        def usable(kept: dict[str, Any]) -> bool:
-            return kept.get("validation") == judged
-
+        identity, path = (
+            fit_identity(config, self.encoder, images.train, labeled(images)),
+            self.folder / RESULT,
+        )
         with exclusive_run_folder(self.folder, self.place):
-            where = (self.folder / RESULT, identity, self.place)
-            kept, new = record_once(*where, make, usable)
-            for line in () if new else heading[:2]:
+            kept = read_record(path, identity, self.place)
+            done = kept is not None and kept.get("validation") == judged
+            for line in heading(self, brief=brief or done):
                 say(line)
+            if kept is None or not done:
+                logits, trainer, frozen = self._fit(images, config, self.folder, signals)
+                if held_out is None:
+                    logits, truth, frozen = self._fit_folds(signals, say)
+                else:
+                    truth = true_labels(images, self.place)
+                kept = {"validation": judged, "record": self._record(logits, truth, trainer, frozen)}
+                write_record(path, kept, identity, self.place)
             # As they are named now: with those of a run that was moved since, it would be a second result.
-            run, written = self.config.run_folder, None
-            now = {"encoder": self.encoder.record(), "run": run.name, "asked": asked(self.config, "finetune")}
+            run = config.run_folder
+            now = {"encoder": self.encoder.record(), "run": run.name, "asked": asked(config, "finetune")}
             record = kept["record"] | now
+            accuracy, *more = accuracy_lines(record)
+            for line in (accuracy + " (done before)" * done, *more):
+                say(line)
             if self.place.first:
-                written = write_with_picture(run, record)
-        return record, written, new
+                result = write_with_picture(run, record)
+                for line in written(result):
+                    say(line)
+                send_results(config, [result])
+        return record
 
     def _fit(
         self, images: Images, config: Config, folder: Path, signals: SignalFlag
@@ -252,49 +255,41 @@ def _file_name(name: str) -> str:
 
 
 def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
-    """Return what is fine-tuned and how. `brief`: only what differs between the checkpoints of one command."""
+    """Return what is fine-tuned and how; `brief`: only what."""
     f, encoder, place, size = job.config.finetune, job.encoder, job.place, job.config.data.augmentation.size
-    origin = "" if encoder.step is None else f"step {encoder.step:,}, "
-    origin += "" if encoder.epoch is None else f"epoch {encoder.epoch:.4g}, "
-    origin += "" if encoder.method is None else f"{encoder.method}; "
-    network = f"{encoder.source} ({origin}{encoder.name}, {encoder.stem} stem)"
-    lines = [f"finetune {job.folder}", f"encoder  {network}"]
+    step = "" if encoder.step is None else f"step {encoder.step:,}"
+    epoch = "" if encoder.epoch is None else f"epoch {encoder.epoch:.4g}"
+    about = ", ".join(filter(None, (step, epoch, encoder.method, encoder.name, f"{encoder.stem} stem")))
+    lines = [f"finetune {job.folder}", f"encoder  {encoder.source} ({about})"]
     if brief:
         return lines
-    count, parts, (batch, lr) = len(labeled(job.images)), place.world_size * f.accumulate, sizes(job.config)
-    steps, epoch = updates(job.config, count), count // batch
-    more = f" instead of {f.epochs}: finetune.head=linear makes at least {LEAST_UPDATES} updates"
-    least = more if steps > f.epochs * epoch else ""
-    ranks = counted(place.world_size, "process")
-    passes = "" if f.accumulate == 1 else f", in {f.accumulate} passes"
-    normed = any(isinstance(x, torch.nn.modules.batchnorm._BatchNorm) for x in encoder.module.modules())
-    norm = f"; BatchNorm over {batch // parts:,} of them" if normed else ""
-    left_over, length = count % batch, steps / epoch
-    over = f" (each leaves out {left_over:,} images, drawn anew)" if left_over else ""
-    decay = f"weight decay {f.weight_decay:g}" if f.weight_decay else "no weight decay"
+    count, (batch, lr) = len(labeled(job.images)), sizes(job.config)
+    steps, an_epoch = updates(job.config, count), count // batch
+    sharing = f"{counted(place.world_size, 'process')}, {counted(f.accumulate, 'pass')} each"
+    normed = batch // (place.world_size * f.accumulate)
     momentum = f"{'Nesterov ' if f.nesterov else ''}momentum {f.momentum:g}"
-    classes = len(job.images.train.classes)
-    macs = classifier_macs(encoder.name, encoder.stem, size, encoder.width, classes)
-    start = "the linear classifier of the frozen features; the result is the mean of first and last weights"
-    folds, times = [], ""
+    macs = classifier_macs(encoder.name, encoder.stem, size, encoder.width, len(job.images.train.classes))
+    lines += [
+        f"labels   {job.images.split}",
+        f"batch    {batch:,} images on {sharing}: {normed:,} at a time, which BatchNorm normalizes over",
+        f"steps    {steps:,} in {steps / an_epoch:.4g} epochs of {an_epoch * batch:,} images, drawn anew for each",
+    ]
+    if f.head == "linear":
+        lines.append(
+            f"start    the linear classifier of the frozen features; at least {LEAST_UPDATES} steps; the result is the "
+            "mean of first and last weights"
+        )
+    lines += [
+        f"SGD      lr {lr:g} to 0 along half a cosine, {momentum}, weight decay {f.weight_decay:g}",
+        f"compute  {petaflops(macs * steps * batch):.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image",
+    ]
     if job.images.held_out is None:
-        folds = [
+        lines.append(
             f"folds    there are no validation images: {FOLDS} more networks are trained, each without a fifth of the "
             f"labels, to measure on it. All of it takes about {FOLDS + 1} times as long as the network alone"
-        ]
-        times = f", of the network alone, and up to {FOLDS} times that for the folds"
-    return [
-        *lines,
-        f"labels   {job.images.split}",
-        f"batch    {batch:,} images on {ranks}{passes}{norm}",
-        f"steps    {epoch:,} an epoch{over}, {steps:,} in {length:.4g} epoch{'s' * (length != 1)}{least}",
-        *([f"start    {start}"] if f.head == "linear" else []),
-        f"SGD      lr {lr:g} to 0 along half a cosine, {momentum}, {decay}",
-        f"compute  {petaflops(macs * steps * batch):.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image{times}",
-        *folds,
-        f"device   {device_name(job.config, place)}, {job.config.meta.precision}, torch {torch.__version__}",
-        *label_notes(job.images),
-    ]
+        )
+    device = f"{device_name(job.config, place)}, {job.config.meta.precision}, torch {torch.__version__}"
+    return [*lines, f"device   {device}", *label_notes(job.images)]
 
 
 def label_notes(images: Images) -> list[str]:

@@ -5,7 +5,7 @@ A folder is continued, and a record is used, only if all that decides the weight
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import numpy as np
 from torch import nn
 
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0, shown
-from fastsuncet.config import Config, flat
+from fastsuncet.config import Config, PerRank, flat
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.evaluation.encoder import Encoder
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
+from pipelines.output import counted
 
 # Keys of the config that decide the weights. In a fine-tuning's config, `with_sizes`, batch size and rate are numbers.
 KEYS = (
@@ -58,6 +59,24 @@ def config_values(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     return {key: values[key] for key in keys}
 
 
+def resolve_batch(config: Config, section: str, images: int, of: str, world_size: int, passes: int) -> int:
+    """Return the images of an update, from `section`.batch_size of the config.
+
+    Raises ConfigErrors for a batch that the processes and passes cannot share, or that the `images` of the data set
+    `of` do not fill.
+    """
+    asked, parts = getattr(config, section).batch_size, world_size * passes
+    batch = asked.per_rank * world_size if isinstance(asked, PerRank) else asked
+    if section == "finetune" and config.finetune.head == "linear":
+        batch = max(parts, min(batch, images // parts * parts))
+    if not 1 <= batch <= images or batch % parts:
+        sharing = counted(world_size, "process")
+        sharing += f" in {passes} passes each ({section}.accumulate)" if passes > 1 else ""
+        text = f"{batch:,} images on {sharing}: must be a multiple of {parts}, and at most the {images:,}"
+        raise config.error(f"{section}.batch_size", f"{text} labeled images{of}")
+    return batch
+
+
 def with_sizes(config: Config, **values: Any) -> Config:
     """Return the config with other `values` in its section finetune, such as numbers for batch_size and lr."""
     return config.model_copy(update={"finetune": config.finetune.model_copy(update=values)})
@@ -92,40 +111,30 @@ def refuse_changed(old: dict[str, Any], new: dict[str, Any], where: Path) -> Non
         )
 
 
-def read_record(path: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the record in `path`, None if there is none. Raises CheckpointError for a damaged or another's record."""
-    try:
-        record = json.loads(path.read_bytes())
-        refuse_changed(record["identity"], identity, path.parent)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{path} is not the record of a fine-tuning ({problem}): remove it") from error
-    return record
+def read_record(path: Path, identity: dict[str, Any], place: Place) -> dict[str, Any] | None:
+    """Return the record that rank 0 finds in `path`, None if there is none. Collective.
 
-
-def record_once(
-    path: Path,
-    identity: dict[str, Any],
-    place: Place,
-    make: Callable[[], dict[str, Any]],
-    usable: Callable[[dict[str, Any]], bool] = lambda record: True,
-) -> tuple[dict[str, Any], bool]:
-    """Return the record in `path`, and whether `make` made it now, because there was none that is `usable`.
-
-    Collective, under the folder's lock: rank 0 reads and writes for all ranks. Raises what `read_record` and `make`
-    raise, and CheckpointError if the disk refuses.
+    Raises CheckpointError for a damaged one and for that of other settings.
     """
 
     def read() -> dict[str, Any] | None:
-        record = read_record(path, identity)
-        return record if record is not None and usable(record) else None
+        try:
+            record = json.loads(path.read_bytes())
+            refuse_changed(record["identity"], identity, path.parent)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{path} is not the record of a fine-tuning ({problem}): remove it"
+            ) from error
+        return record
 
-    if (record := on_rank_0(place, read)) is not None:
-        return record, False
-    record = {**make(), "identity": identity}
+    return on_rank_0(place, read)
+
+
+def write_record(path: Path, record: dict[str, Any], identity: dict[str, Any], place: Place) -> None:
+    """Write the record of what has ended on rank 0, under the folder's lock. CheckpointError if the disk refuses."""
     if place.first:
         with disk_errors(path):
-            atomic_files.replace(path, atomic_files.as_json(record))
-    return record, True
+            atomic_files.replace(path, atomic_files.as_json({**record, "identity": identity}))

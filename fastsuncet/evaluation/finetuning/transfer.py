@@ -1,8 +1,8 @@
 """A transfer: each cell of a shard, then for every complete grid the choice, the retraining and the result.
 
-A cell is trained once, and its record is read from then on. Its folder is below one whose name is a digest of all that
-its number depends on besides learning rate and weight decay: encoder, images, steps, batch, world size. So a cell of
-other settings is never mistaken for one of these. The result holds a metric for each data set evaluated so far:
+A cell is a learning rate with a weight decay. It is trained once, and its record is read from then on. Its folder is
+below one whose name is a digest of all else that its number depends on: encoder, images, steps, batch, world size. So a
+cell of other settings is never mistaken for one of these. The result holds a metric for each data set evaluated so far:
 
 "metrics": {"cifar10": 0.976, "cifar100": 0.855, "voc07": 0.851}        top-1, top-1, 11-point mAP
 "chosen":  {"cifar10": {"lr": 0.01, "weight_decay": 1e-5, "validation": 0.974, ...}, ...}
@@ -11,14 +11,14 @@ other settings is never mistaken for one of these. The result holds a metric for
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fastsuncet.checkpoint.run_folder import disk_errors, lock_folder, on_rank_0
+from fastsuncet.checkpoint.run_folder import disk_errors, lock_folder
 from fastsuncet.config import Config
 from fastsuncet.config.schema import FinetuneSection
 from fastsuncet.distributed.collectives import any_rank
@@ -27,8 +27,7 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import NumericalError, Preempted
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder
 from fastsuncet.evaluation.finetuning.data_sets import TransferTask, open_task
-from fastsuncet.evaluation.finetuning.fit import FineTuning, fit, resolve_batch
-from fastsuncet.evaluation.finetuning.grid import Cell, CellResult, best, grid, table
+from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.evaluation.finetuning.record import (
     KEYS,
     config_values,
@@ -36,20 +35,78 @@ from fastsuncet.evaluation.finetuning.record import (
     indices_digest,
     module_digest,
     read_record,
-    record_once,
+    resolve_batch,
     sizes,
     with_sizes,
+    write_record,
 )
 from fastsuncet.evaluation.scoring import require_finite
 from fastsuncet.metrics.results import FOLDER, asked, name_of, read_result, send_results, write_result
 from fastsuncet.versions import versions
 from pipelines import atomic_files
+from pipelines.datasets.index import ImageIndex
 from pipelines.output import Say, duration, say_line
 from pipelines.sampling.augmentation import Center
 
+CellResult = dict[str, Any]  # a cell's result, as its JSON file holds it
 PER_CELL = ("finetune.lr", "finetune.weight_decay")
 FROM_RETRAINED = ("lr", "weight_decay", "weight_decay_over_lr", "train_images", "images", "classes")
 RUNNING = "    skipped: another process is running this cell"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One pair of the grid."""
+
+    lr: float
+    decay: float  # as the grid has it
+
+    @property
+    def weight_decay(self) -> float:
+        """The optimizer's weight decay: the grid's value divided by the learning rate (paper, appendix C).
+
+        A step of SGD then shrinks weights by lr x (decay / lr): by the same fraction whatever the learning rate.
+        """
+        return self.decay / self.lr
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"lr{self.lr:.6g}-wd{self.decay:.6g}"
+
+    def __str__(self) -> str:
+        return f"lr {self.lr:.3g}, weight decay {self.decay:.3g}/lr"
+
+
+def grid(config: Config) -> tuple[Cell, ...]:
+    """Return the cells in the order they are run: by learning rate, then by weight decay, as the config lists them."""
+    t = config.transfer
+    return tuple(Cell(lr, decay) for lr in t.learning_rates for decay in t.weight_decays)
+
+
+def best(records: Mapping[Cell, CellResult]) -> Cell | None:
+    """Return the cell of the highest validation metric, the first of equal ones. None where all diverged."""
+    finite = [cell for cell, record in records.items() if record["metric"] is not None]
+    return max(finite, key=lambda cell: records[cell]["metric"], default=None)
+
+
+def table(cells: Sequence[Cell], records: Mapping[Cell, CellResult], chosen: Cell | None) -> list[str]:
+    """Return lines: a row per learning rate, a column per weight decay, in percent; the chosen cell with a star.
+
+    A dot stands for a cell that is not finished, `nan` for one that diverged.
+    """
+    decays = list(dict.fromkeys(cell.decay for cell in cells))
+
+    def entry(cell: Cell) -> str:
+        if cell not in records:
+            return ". "
+        value = records[cell]["metric"]
+        return f"{'nan' if value is None else format(100 * value, '.2f')}{'*' if cell == chosen else ' '}"
+
+    head = f"{'lr  /  wd':>10}" + "".join(f"{decay:>9.3g} " for decay in decays)
+    rates = dict.fromkeys(cell.lr for cell in cells)
+    rows = [f"{lr:>10.3g}" + "".join(f"{entry(Cell(lr, decay)):>10}" for decay in decays) for lr in rates]
+    return [head, *rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,16 +121,14 @@ class DatasetGrid:
     folder: Path
     signals: SignalFlag
 
-    @property
-    def cells(self) -> tuple[Cell, ...]:
-        """All cells, in the order in which they are run."""
-        return grid(self.config)
-
     def finished(self) -> dict[Cell, CellResult]:
-        """Return the records of the finished cells. Raises CheckpointError for a damaged one."""
-        paths = [self.folder / cell.name / "cell.json" for cell in self.cells]
-        records = on_rank_0(self.place, lambda: [read_record(path, self.identity) for path in paths])
-        return {cell: record for cell, record in zip(self.cells, records, strict=True) if record is not None}
+        """Return the records of the finished cells, in the grid's order. Raises CheckpointError for a damaged one."""
+        found = {cell: self.read(self.folder / cell.name / "cell.json") for cell in grid(self.config)}
+        return {cell: record for cell, record in found.items() if record is not None}
+
+    def read(self, path: Path) -> CellResult | None:
+        """Return the record in `path`, None if there is none. Collective."""
+        return read_record(path, self.identity, self.place)
 
     def run(self, cell: Cell, *, retrain: bool = False) -> tuple[CellResult | None, bool]:
         """Train the cell and measure it on the validation images. Collective.
@@ -89,35 +144,41 @@ class DatasetGrid:
         if retrain:
             path = self.folder / f"selected-{cell.name}" / "selected.json"
             chosen, index, evaluated = task.both, task.test, np.arange(len(task.test))
-        config, t = with_sizes(self.config, lr=cell.lr, weight_decay=cell.weight_decay), self.config.transfer
-        images, a = (task.images, chosen), config.data.augmentation
-        momentum, checkpoints = batchnorm_momentum(len(chosen), sizes(config)[0]), path.parent / "fit"
-        options = {"steps": t.steps, "bn_momentum": momentum}
-
-        def make() -> CellResult:
-            began, metric, classes, diverged = time.monotonic(), None, {}, None
-            identity = fit_identity(config, self.encoder, *images, **options, data=self.identity)
-            tuning = FineTuning(self.encoder, *images, config, self.place, checkpoints, identity, **options)
-            try:
-                view = Center(t.size, t.resize, a.mean, a.std)
-                logits, _ = fit(tuning, index, evaluated, self.signals, view)
-                require_finite(logits)
-                metric, classes = task.metric(logits.cpu().numpy(), index, evaluated)
-            except NumericalError as error:
-                diverged = str(error).splitlines()[0].split(". ")[0]
-            values = {"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay}
-            counts = {"train_images": len(chosen), "images": len(evaluated)}
-            outcome = {"metric": metric, "classes": classes, "diverged": diverged}
-            return {**values, **counts, **outcome, "seconds": round(time.monotonic() - began, 1)}
-
         with lock_folder(path.parent, self.place) as locked:
             if not locked:
                 return None, False
-            record, new = record_once(path, self.identity, self.place, make)
+            checkpoints, record = path.parent / "fit", self.read(path)
+            new = record is None
+            if record is None:
+                began = time.monotonic()
+                record = {
+                    **{"lr": cell.lr, "weight_decay": cell.decay, "weight_decay_over_lr": cell.weight_decay},
+                    **{"train_images": len(chosen), "images": len(evaluated)},
+                    **self._measured(cell, chosen, index, evaluated, checkpoints),
+                    "seconds": round(time.monotonic() - began, 1),
+                }
+                write_record(path, record, self.identity, self.place)
             if self.place.first:
                 # 56 cells' checkpoints of a ResNet-50 would be 10 GB. A kill after the record was written leaves some.
                 atomic_files.remove(checkpoints)
             return record, new
+
+    def _measured(
+        self, cell: Cell, chosen: np.ndarray, index: ImageIndex, evaluated: np.ndarray, checkpoints: Path
+    ) -> CellResult:
+        """Train on the images `chosen` of the task, and return what is measured on those `evaluated` of `index`."""
+        config, t = with_sizes(self.config, lr=cell.lr, weight_decay=cell.weight_decay), self.config.transfer
+        images, a = (self.task.images, chosen), config.data.augmentation
+        options = {"steps": t.steps, "bn_momentum": batchnorm_momentum(len(chosen), sizes(config)[0])}
+        identity = fit_identity(config, self.encoder, *images, **options, data=self.identity)
+        tuning = FineTuning(self.encoder, *images, config, self.place, checkpoints, identity, **options)
+        try:
+            logits, _ = fit(tuning, index, evaluated, self.signals, Center(t.size, t.resize, a.mean, a.std))
+            require_finite(logits)
+        except NumericalError as error:
+            return {"metric": None, "classes": {}, "diverged": str(error).splitlines()[0].split(". ")[0]}
+        metric, classes = self.task.metric(logits.cpu().numpy(), index, evaluated)
+        return {"metric": metric, "classes": classes, "diverged": None}
 
 
 def batchnorm_momentum(images: int, batch: int) -> float:
@@ -170,7 +231,7 @@ def open_grids(
     if place.first:
         steps, batch = config.transfer.steps, grids[0].config.finetune.batch_size
         say_line(f"encoder    {encoder.name}, {encoder.method or 'method unknown'}, {encoder.source}")
-        say_line(f"cells      {len(grids[0].cells)} per data set, {steps:,} steps of {batch:,} images each")
+        say_line(f"cells      {len(grid(config))} per data set, {steps:,} steps of {batch:,} images each")
         for task, dataset in zip(tasks, grids):
             say_line(
                 f"{task.name:<10} {len(task.train):,} images to train on, {len(task.validation):,} to choose on, "
@@ -185,7 +246,7 @@ def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
     Raises Preempted once a signal came, between cells as well as within one.
     """
     say = say_line if grids[0].place.first else (lambda line: None)
-    every = [(dataset, cell) for dataset in grids for cell in dataset.cells]
+    every = [(dataset, cell) for dataset in grids for cell in grid(dataset.config)]
     number, count = shard
     mine = every[number - 1 :: count]  # every cell is in one shard; their sizes differ by one at most
     done = {(dataset, cell) for dataset in grids for cell in dataset.finished()}
@@ -224,10 +285,10 @@ def conclude(dataset: DatasetGrid, say: Say) -> None:
 
     Collective. Raises NumericalError where every cell diverged, or the retraining did.
     """
-    task, place, cells = dataset.task, dataset.place, dataset.cells
+    task, place, cells = dataset.task, dataset.place, grid(dataset.config)
     records = dataset.finished()
     missing = len(cells) - len(records)
-    chosen = None if missing else best(cells, records)
+    chosen = None if missing else best(records)
     say(f"\n{task.name}: {task.title} on {len(task.validation):,} validation images, in %")
     for line in table(cells, records, chosen):
         say(line)
@@ -250,20 +311,19 @@ def conclude(dataset: DatasetGrid, say: Say) -> None:
         raise NumericalError(f"{task.name}, {chosen}: the retraining diverged: {record['diverged']}")
     say(f"    {task.title} {100 * record['metric']:.2f} % of {record['images']:,} test images")
     if place.first:
-        written = save_result(dataset, cells, records[chosen], record)
+        written = save_result(dataset, records[chosen], record)
         send_results(dataset.config, [written])
         say(f"    written to {written}")
 
 
-def save_result(
-    dataset: DatasetGrid, cells: Sequence[Cell], validated: CellResult, retrained: CellResult
-) -> Path:
+def save_result(dataset: DatasetGrid, validated: CellResult, retrained: CellResult) -> Path:
     """Add a data set's metric to those of the others in the result's file; return the file. On one rank only.
 
     Processes that evaluate other data sets at the same moment read and write under the same lock, so no metric is lost.
     `labels` is empty: a transfer learns from all labels of another data set. Raises CheckpointError.
     """
-    run, name, t = dataset.config.run_folder, dataset.task.name, dataset.config.transfer
+    config, name = dataset.config, dataset.task.name
+    run, t = config.run_folder, config.transfer
     record = {
         "kind": "transfer",
         "metrics": {name: retrained["metric"]},
@@ -272,13 +332,13 @@ def save_result(
         "encoder": dataset.encoder.record(),
         "setting": {
             **{key: getattr(t, key) for key in ("steps", "momentum", "size", "resize", "validation")},
-            "batch": dataset.config.finetune.batch_size,
-            **{key: getattr(dataset.config.meta, key) for key in ("precision", "seed")},
+            "batch": config.finetune.batch_size,
+            **{key: getattr(config.meta, key) for key in ("precision", "seed")},
             "processes": dataset.place.world_size,
-            "learning_rates": sorted({cell.lr for cell in cells}),
-            "weight_decays": sorted({cell.decay for cell in cells}),
+            "learning_rates": sorted(t.learning_rates),
+            "weight_decays": sorted(t.weight_decays),
         },
-        "asked": asked(dataset.config, "transfer"),
+        "asked": asked(config, "transfer"),
         "chosen": {
             name: {
                 "metric": dataset.task.title,

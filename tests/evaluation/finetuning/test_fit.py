@@ -20,9 +20,16 @@ from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Pree
 from fastsuncet.evaluation import features
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.finetuning import frozen
-from fastsuncet.evaluation.finetuning.fit import FineTuning, fit, sigmoid_loss, softmax_loss, with_classifier
+from fastsuncet.evaluation.finetuning.fit import (
+    FineTuning,
+    FineTuningStream,
+    Frozen,
+    fit,
+    sigmoid_loss,
+    softmax_loss,
+    with_classifier,
+)
 from fastsuncet.evaluation.finetuning.record import fit_identity, with_sizes
-from fastsuncet.evaluation.finetuning.stream import FineTuningStream
 from fastsuncet.models.resnet import build_model
 from pipelines.datasets.index import ImageIndex
 from tests.support.colors import ALONE
@@ -199,7 +206,7 @@ def test_strong_classifier_moves_the_encoder_by_no_more_than_the_bound(tmp_path)
     """A classifier's large weights are large gradients of the encoder; in fp16 times the scaler's scale."""
     images, encoder = (pictures(45), np.arange(45)), plain_encoder()
     weight, config = torch.randn(CLASSES, 16) * 1e3, config_in(tmp_path, head="linear")
-    start = frozen.Frozen(encoder.module, False, weight, torch.zeros(CLASSES), 1.0, {})
+    start = Frozen(encoder.module, False, weight, torch.zeros(CLASSES), 1.0, {})
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
         task = FineTuning(encoder, *images, config, ALONE, tmp_path, {}, steps=2, frozen=start)
         task.scaler = scaler or task.scaler

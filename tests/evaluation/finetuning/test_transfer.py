@@ -8,8 +8,7 @@ import pytest
 
 from fastsuncet.cli import main
 from fastsuncet.config import load_config
-from fastsuncet.evaluation.finetuning.grid import Cell, best, grid, table
-from fastsuncet.evaluation.finetuning.transfer import batchnorm_momentum
+from fastsuncet.evaluation.finetuning.transfer import Cell, batchnorm_momentum, best, grid, table
 from tests.support.runs import CONFIGS
 
 DEMO = str(CONFIGS / "digits_demo.yaml")
@@ -51,8 +50,8 @@ def record(value: float | None) -> dict:
 def test_best_cell_is_the_first_of_the_highest_that_did_not_diverge():
     cells = cells_of(*FOUR)
     records = dict(zip(cells, map(record, [0.5, None, 0.75, 0.75])))
-    assert best(cells, records) == cells[2] == Cell(0.01, 0)
-    assert best(cells, dict.fromkeys(cells, record(None))) is None
+    assert best(records) == cells[2] == Cell(0.01, 0)
+    assert best(dict.fromkeys(cells, record(None))) is None
 
 
 def test_table_shows_the_chosen_the_diverged_and_the_missing_cell():

@@ -1,13 +1,15 @@
 """VOC 2007's average precision: an example by hand, a slow oracle, ties, difficult images."""
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastsuncet.evaluation.mean_ap import average_precision, mean_average_precision
+from fastsuncet.evaluation.finetuning.data_sets import average_precision, mean_ap
+from pipelines.data_errors import DataError
 
 
 def slow_average_precision(scores, presence) -> float:
@@ -53,12 +55,13 @@ def test_average_precision_is_the_definitions(rows, chance, score):
     assert average_precision(np.exp(shuffled / 3), shown) == found
 
 
-def test_mean_average_precision_leaves_out_classes_without_positives():
+def test_mean_ap_leaves_out_classes_without_positives():
     presence = np.array([[1, -1, 1], [-1, 0, 1], [-1, -1, -1]], np.int8)
     scores = np.array([[3.0, 0, 1], [2, 0, 3], [1, 0, 2]], np.float32)
-    mean, each = mean_average_precision(scores, presence)
-    assert each[0] == 1 and np.isnan(each[1])
-    assert each[2] == pytest.approx(slow_average_precision(scores[:, 2], presence[:, 2]))
-    assert mean == pytest.approx((each[0] + each[2]) / 2)
-    with pytest.raises(ValueError, match="no class has a positive"):
-        mean_average_precision(np.ones((2, 1)), -np.ones((2, 1), np.int8))
+    index = SimpleNamespace(presence=presence[::-1], classes=("car", "cat", "cow"), root="here")
+    mean, found = mean_ap(scores, index, np.array([2, 1, 0]))
+    third = slow_average_precision(scores[:, 2], presence[:, 2])
+    assert found == {"car": {"average_precision": 1}, "cow": {"average_precision": pytest.approx(third)}}
+    assert mean == pytest.approx((1 + third) / 2)
+    with pytest.raises(DataError, match="here: no class is in any of the 1 images"):
+        mean_ap(scores[2:], index, np.array([0]))
