@@ -84,7 +84,7 @@ def predict(
     if page:
         every = _predictions(rows, names, classifier.classes)
         found = [each for each, kept in zip(every, counted) if kept and isinstance(each, Prediction)]
-        about = [*([] if classifier.worth is None else describe(classifier)), *summary]
+        about = [*describe(classifier), *summary]
         text = prediction_page(found, folder, about)
         with disk_errors(shown, "--output"):
             # Names of files and folders are bytes: one that is not UTF-8 is shown with question marks.

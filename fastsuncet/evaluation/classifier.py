@@ -33,7 +33,7 @@ from fastsuncet.evaluation.finetuning.job import RESULT
 from fastsuncet.evaluation.finetuning.record import labels_digest, module_digest
 from fastsuncet.evaluation.linear import FOLDS, fit_linear, strength_of
 from fastsuncet.evaluation.npi import npi_probabilities
-from fastsuncet.evaluation.scoring import labeled, require_finite, wilson_interval
+from fastsuncet.evaluation.scoring import labeled, require_finite, share_right, wilson_interval
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
@@ -77,29 +77,27 @@ class Classifier:
 class NearestNeighbors(nn.Module):
     """PAWS's classifier: log-probabilities by the cosines of projections, divided by a calibrating temperature."""
 
-    supports: Tensor  # (N, D)
-    labels: Tensor  # (N,) int64
-    temperatures: Tensor  # (2,): the method's, the calibration's
-
-    def __init__(self, head: nn.Module, supports: Tensor, labels: Tensor, temperatures: Tensor):
+    def __init__(
+        self,
+        head: nn.Module,
+        supports: Tensor,  # (N, D)
+        labels: Tensor,  # (N,) int64
+        temperatures: Tensor,  # (2,): the method's, the calibration's
+    ):
         super().__init__()
         self.head, self.num_classes = head.eval(), int(labels.max()) + 1
-        self.register_buffer("supports", supports)
-        self.register_buffer("labels", labels)
-        self.register_buffer("temperatures", temperatures)
+        self.supports, self.labels = nn.Buffer(supports), nn.Buffer(labels)
+        self.temperatures = nn.Buffer(temperatures)
 
     def forward(self, features: Tensor) -> Tensor:
         method, calibration = self.temperatures.tolist()
-        log_p = self.log_p(self.head(features), self.supports, self.labels, self.num_classes, method)
-        return log_p / calibration
+        return log_p(self.head(features), self.supports, self.labels, self.num_classes, method) / calibration
 
-    @staticmethod
-    def log_p(
-        queries: Tensor, supports: Tensor, labels: Tensor, num_classes: int, temperature: float
-    ) -> Tensor:
-        """Return log p (Q, C) of `npi_probabilities`. Far classes underflow to 0, of which there is no logarithm."""
-        tiny = torch.finfo(torch.float32).tiny
-        return npi_probabilities(queries, supports, labels, num_classes, temperature).clamp(min=tiny).log()
+
+def log_p(queries: Tensor, supports: Tensor, labels: Tensor, num_classes: int, temperature: float) -> Tensor:
+    """Return log p (Q, C) of `npi_probabilities`. Far classes underflow to 0, of which there is no logarithm."""
+    tiny = torch.finfo(torch.float32).tiny
+    return npi_probabilities(queries, supports, labels, num_classes, temperature).clamp(min=tiny).log()
 
 
 def best_classifier(
@@ -112,20 +110,18 @@ def best_classifier(
     """
     # That of a checkpoint of pre-training knows no later label.
     pre_trained = encoder.tuned is None and encoder.trained is not None and Path(encoder.source).is_dir()
+    lines = []
     if encoder.classifier is not None and not pre_trained:
         record = atomic_files.read_object(run / RESULT).get("record")
-        if record is None:  # weights of another program, or a fine-tuning that has not ended
-            why = "its probabilities are not calibrated: it lies in no folder of a finished fine-tuning"
-            said = f"classifier   the layer of {encoder.source}; {why}"
-            return encoder, Classifier(encoder.classifier, encoder.classes, None), [said]
-        tuned = _tuned(encoder, record, run, "")
-        return encoder, tuned, describe(tuned)
-    found = _best_fine_tuning(run, encoder, config, place)
-    if found is not None:
-        encoder, tuned = found
-        return encoder, tuned, describe(tuned)
-    classifier, line = run_classifier(encoder, config, place, run, skip_bad=skip_bad)
-    return encoder, classifier, [line, *describe(classifier)]
+        # Without a record: weights of another program, or a fine-tuning that has not ended.
+        classifier = Classifier(encoder.classifier, encoder.classes, None)
+        classifier = classifier if record is None else _tuned(encoder, record, run, "")
+    elif found := _best_fine_tuning(run, encoder, config, place):
+        encoder, classifier = found
+    else:
+        classifier, line = run_classifier(encoder, config, place, run, skip_bad=skip_bad)
+        lines = [line]
+    return encoder, classifier, [*lines, *describe(classifier)]
 
 
 def fitted_to(classifier: Classifier, index: ImageIndex) -> np.ndarray:
@@ -237,8 +233,13 @@ def run_classifier(
         config = config.with_values({"data.validation": None, "evaluation.knn_every_epochs": None})
     index, chosen = labeled_images(config, place)
     chosen = np.setdiff1d(chosen, list(skipped))
-    if skip_bad and not skipped:
-        _say_skipped(index, {i: why for i, why in index.bad.items() if index.labels[i] >= 0})
+
+    def say_skipped(bad: Mapping[int, str]) -> None:
+        for i, reason in bad.items():
+            say_line(f"skipped      the label of {index.path(i)}: {reason}")
+
+    if skip_bad:
+        say_skipped({i: why for i, why in index.bad.items() if index.labels[i] >= 0})
     known = learned_labels(encoder, config, index)[chosen]
     present, labels = np.unique(index.labels[chosen], return_inverse=True)
     classes = tuple(index.classes[i] for i in present)
@@ -265,42 +266,39 @@ def run_classifier(
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     path = run / FOLDER / f"{digest[:12]}.safetensors"
-    fitted = frozenset(_paths(index, chosen))
-    if (kept := _read(path, identity, head)) is not None:
-        return replace(kept, labeled=fitted), f"from         {path}, fitted before"
-    say_line(f"fitting      a classifier to {len(chosen):,} labels")
-    module = encoder.module.to(place.device)
-    try:
-        features = outputs(module, index, chosen, config, place, view=encoder.view, what="labeled images")
-    except BadImage:
-        if not skip_bad:
-            raise
-        # It names the bad images of one batch; all are left out at once.
-        found = check(index.take(chosen), config.data.backend).bad
-        if not found:
-            raise
-        bad = {int(chosen[row]): reason for row, reason in found.items()}
-        _say_skipped(index, bad)
-        return run_classifier(encoder, config, place, run, skip_bad=True, skipped=skipped.union(bad))
-    require_finite(features)
-    module.to("cpu")
-    truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))
-    classifier = replace(fit_classifier(features, truth, given, classes, config, head), labeled=fitted)
+    classifier, line = _read(path, identity, head), f"from         {path}, fitted before"
+    if classifier is None:
+        say_line(f"fitting      a classifier to {len(chosen):,} labels")
+        module = encoder.module.to(place.device)
+        try:
+            features = outputs(module, index, chosen, config, place, view=encoder.view, what="labeled images")
+        except BadImage:
+            if not skip_bad:
+                raise
+            # It names the bad images of one batch; all are left out at once.
+            found = check(index.take(chosen), config.data.backend).bad
+            bad = {int(chosen[row]): reason for row, reason in found.items()}
+            say_skipped(bad)
+            return run_classifier(encoder, config, place, run, skipped=frozenset(bad))
+        require_finite(features)
+        module.to("cpu")
+        truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))
+        classifier = fit_classifier(features, truth, given, classes, config, head)
+        line = _keep(classifier, path, identity)
+    return replace(classifier, labeled=frozenset(_paths(index, chosen))), line
+
+
+def _keep(classifier: Classifier, path: Path, identity: dict[str, Any]) -> str:
+    """Write a classifier that `_read` finds again; return a line that says where."""
     assert classifier.worth is not None, "it was fitted here"
     about = {"identity": identity, "worth": asdict(classifier.worth)}
     tensors = {key: x.contiguous() for key, x in classifier.layer.state_dict().items()}
-    payload = safetensors.torch.save(tensors, {"fastsuncet": json.dumps(about)})
     try:
         atomic_files.make_folder(path.parent)
-        atomic_files.replace(path, payload)
+        atomic_files.replace(path, safetensors.torch.save(tensors, {"fastsuncet": json.dumps(about)}))
     except OSError as error:  # the run is another user's: its next use fits one again
-        return classifier, f"not kept     {path}: {error.strerror}"
-    return classifier, f"kept in      {path}"
-
-
-def _say_skipped(index: ImageIndex, bad: Mapping[int, str]) -> None:
-    for i, reason in bad.items():
-        say_line(f"skipped      the label of {index.path(i)}: {reason}")
+        return f"not kept     {path}: {error.strerror}"
+    return f"kept in      {path}"
 
 
 def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray]:
@@ -334,51 +332,44 @@ def fit_classifier(
     Which of the two, and one temperature, is chosen by cross-validation on the labels.
     """
     count, method = len(classes), config.npi.temperature or config.criterion.temperature
-    strength = strength_of(config.linear, features, labels, count)
+    strength, projections = strength_of(config.linear, features, labels, count), None
     candidates: dict[str, Classify] = {LINEAR: partial(linear_logits, features, labels, count, strength)}
-    projections = None if head is None else head.to(features.device)(features)
-    if projections is not None:
-
-        def neighbors(learned: Tensor, left_out: Tensor) -> Tensor:
-            near = (projections[learned], labels[learned], count, method)
-            return NearestNeighbors.log_p(projections[left_out], *near)
-
-        candidates[NEIGHBORS] = neighbors
+    if head is not None:
+        z = projections = head.to(features.device)(features)
+        candidates[NEIGHBORS] = lambda ours, out: log_p(z[out], z[ours], labels[ours], count, method)
     found = {kind: out_of_fold(labels, classify, learned=known) for kind, classify in candidates.items()}
     judged = len(found[LINEAR][0])
-    kind, accuracy, calibration, because = LINEAR, None, Calibration(), ""
-    if not judged and len(candidates) > 1:  # labels that were learned still choose, but tell no accuracy
+    if not judged and head is not None:  # labels that were learned still choose, but tell no accuracy
         found = {kind: out_of_fold(labels, classify) for kind, classify in candidates.items()}
-    if len(found[LINEAR][0]):
-        shares = {
-            each: int((logits.argmax(1) == labels[numbers]).sum()) / len(numbers)
-            for each, (numbers, logits) in found.items()
-        }
-        kind = max(shares, key=lambda each: shares[each])  # of equal ones the first
-        if judged:
-            numbers, logits = found[kind]
-            accuracy, calibration = shares[kind], calibrate(logits, labels[numbers])
-        if len(shares) > 1:
-            because = ", ".join(f"{each} {100 * share:.1f} %" for each, share in shares.items())
-            because += "" if judged else ", on labels that the network has learned from"
+    shares = {
+        kind: share_right(logits.argmax(1), labels[numbers])
+        for kind, (numbers, logits) in found.items()
+        if len(numbers)
+    }
+    kind = max(shares, key=lambda each: shares[each], default=LINEAR)  # of equal ones the first
+    numbers, logits = found[kind]
+    accuracy = shares[kind] if judged else None
+    calibration = calibrate(logits, labels[numbers]) if judged else Calibration()
+    because = ", ".join(f"{each} {100 * share:.1f} %" for each, share in shares.items()) if head else ""
+    because += "" if judged or not because else ", on labels that the network has learned from"
     t = calibration.temperature
-    if kind == LINEAR:
+    if head is not None and projections is not None and kind == NEIGHBORS:
+        layer = NearestNeighbors(head, projections, labels, torch.tensor([method, t]))
+    else:
         options = {"strength": strength, "max_iterations": config.linear.max_iterations}
         weight, bias = fit_linear(features, labels, count, **options).of_raw_features()
         layer = linear_layer(weight / t, bias / t)
         kind = f"{LINEAR}, strength {strength:g}"
-    else:
-        assert head is not None and projections is not None, "they were candidates"
-        layer = NearestNeighbors(head, projections, labels, torch.tensor([method, t]))
     what = (len(labels), judged, BY_FOLDS.format(judged), int(known.sum()), accuracy, calibration)
-    worth = Worth(kind, *what, because)
-    return Classifier(layer.to("cpu"), classes, worth)
+    return Classifier(layer.to("cpu"), classes, Worth(kind, *what, because))
 
 
 def describe(classifier: Classifier) -> list[str]:
     """Return what a reader should know about the classifier: its labels, expected accuracy and calibration."""
     worth, count = classifier.worth, len(classifier.classes)
-    assert worth is not None, "it was fitted here"
+    if worth is None:
+        why = "its probabilities are not calibrated: it lies in no folder of a finished fine-tuning"
+        return [f"classifier   the layer of the weights for {count:,} classes; {why}"]
     lines = [f"classifier   {worth.kind}; {worth.labels:,} labels of {count:,} classes"]
     if worth.because:
         lines.append(f"because      {worth.because}")
