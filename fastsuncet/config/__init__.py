@@ -13,11 +13,10 @@ and before any GPU starts.
 import contextlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from fastsuncet.config.arithmetic import Arithmetic, arithmetic
 from fastsuncet.config.problems import ConfigErrors, Origin, Problem
 from fastsuncet.config.reader import Document, Dumper, read_config
 from fastsuncet.config.rules import FILES, broken
-from fastsuncet.config.schema import DEFAULTS, PerRank, Sections, flat, with_defaults
+from fastsuncet.config.schema import CONFIG, DEFAULTS, STAND_INS, PerRank, Sections, flat, nested
 from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
 
@@ -79,24 +78,34 @@ class Config(Sections):
     def from_document(cls, document: Document, problems: Sequence[Problem] = ()) -> "Config":
         """Return the config of a document that has `problems` already. Raises ConfigErrors with these and all others.
 
-        A rule between keys is checked where none of its keys is wrong. Of a key that is wrong, and of the one that a
-        misspelled key means, nothing more is said.
+        Rules between keys are checked with the defaults in place of what is wrong. Of a key that is wrong, and of the
+        one that a misspelled key means, nothing more is said.
         """
-        values, found = document.values, list[Problem]()
+        found, config = list(problems), None
         try:
             # From JSON, because pydantic's strict mode then takes a list for a tuple and an object for a dataclass.
-            config = cls.model_validate_json(json.dumps(values))
+            config = cls.model_validate_json(json.dumps(document.values))
         except ValidationError as error:
             from fastsuncet.config.messages import field_problems  # only a wrong config needs them
 
-            found = field_problems(error, document)
-        wrong = tuple(f"{key}." for each in [*problems, *found] for key in (each.key, each.meant) if key)
-        valid = with_defaults(flat(values))
-        found += broken({key: value for key, value in valid.items() if not f"{key}.".startswith(wrong)})
-        reported = {each.key for each in problems}
-        problems = [*problems, *(document.locate(each) for each in found if each.key not in reported)]
-        if problems:
-            raise ConfigErrors(problems)
+            reported = {each.key for each in problems}
+            of_keys = (each for each in field_problems(error, document) if each.key not in reported)
+            found += map(document.locate, of_keys)
+        wrong = [f"{key}." for each in found for key in (each.key, each.meant) if key]
+
+        def is_wrong(key: str) -> bool:
+            return any(each.startswith(f"{key}.") or f"{key}.".startswith(each) for each in wrong)
+
+        if config is None:
+            values = flat(document.values)
+            right = {key: values[key] for key in CONFIG.values if key in values and not is_wrong(key)}
+            config = cls.model_validate_json(json.dumps(nested(STAND_INS | right)))
+        for each in broken(config):
+            keys = re.findall(r"\w+\.[\w.]+", f"{each.key} {each.text}")
+            if not any(map(is_wrong, keys)):
+                found.append(document.locate(each))
+        if found:
+            raise ConfigErrors(found)
         config._document = document
         return config
 
@@ -124,11 +133,9 @@ class Config(Sections):
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """Return this config with other `values` of dotted keys. Raises as the constructor does."""
-        sections = self.canonical()
-        for key, value in values.items():
-            *above, name = key.split(".")
-            reduce(getitem, above, sections)[name] = value
-        return Config.from_document(replace(self._document, values=sections))
+        return Config.from_document(
+            replace(self._document, values=nested({**flat(self.canonical()), **values}))
+        )
 
     def resolved(self, values: Mapping[str, Any]) -> "Config":
         """Return this config with what its "auto" keys mean for a run: `values` of dotted keys. It keeps `written`."""

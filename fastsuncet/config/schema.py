@@ -17,6 +17,7 @@ tuples, so that a frozen config cannot change anywhere.
 import json
 import re
 from collections.abc import Mapping
+from functools import reduce
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -645,15 +646,25 @@ def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections that `flat` made `values` of."""
+    sections: dict[str, Any] = {}
+    for key, value in values.items():
+        *above, name = key.split(".")
+        reduce(lambda section, part: section.setdefault(part, {}), above, sections)[name] = value
+    return sections
+
+
 # Dotted key -> default in the types of JSON, of each key that need not be written.
 DEFAULTS: dict[str, Any] = {
     key: json.loads(json.dumps(field.default))
     for key, field in CONFIG.values.items()
     if not field.is_required()
 }
-
-
-def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` of dotted keys with the defaults of all others."""
-    of_paws = {"criterion.supervision": "none"} if values.get("criterion.instance") == "paws" else {}
-    return {**DEFAULTS, **of_paws, **values}
+# Values of the others with which rules are checked where what was written is wrong.
+STAND_INS = {
+    "data.kind": "synthetic",
+    "criterion.temperature": 1.0,
+    "criterion.unsupervised_batch_size": 2,
+    "optimization.lr": 1.0,
+}

@@ -20,7 +20,7 @@ def test_config_reads_back_its_yaml_and_json():
 
 
 def test_config_from_values_obeys_the_rules():
-    with pytest.raises(ConfigErrors, match="must not be above lr"):
+    with pytest.raises(ConfigErrors, match=r"must not be above optimization\.lr"):
         load().with_values({"optimization.start_lr": 9.0})
 
 
