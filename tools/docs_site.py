@@ -21,8 +21,7 @@ from unittest.mock import patch
 from fastsuncet.cli import COMMANDS
 from fastsuncet.cli._parser import Parser, overview
 from fastsuncet.config import FREE_ON_RESUME
-from fastsuncet.config.describe import meaning
-from fastsuncet.config.messages import allowed
+from fastsuncet.config.messages import allowed, meaning
 from fastsuncet.config.reader import as_yaml
 from fastsuncet.config.schema import CONFIG, DEFAULTS
 

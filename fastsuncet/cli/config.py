@@ -23,7 +23,7 @@ def arguments(parser: Parser) -> None:
 
 
 def run(parser: Parser, options: Options) -> None:
-    from fastsuncet.config.describe import describe, json_schema
+    from fastsuncet.config.messages import describe, json_schema
 
     if options.json_schema:
         print(json.dumps(json_schema(), indent=2))

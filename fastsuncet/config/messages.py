@@ -1,35 +1,17 @@
-"""What to say about a key that is unknown, missing or not allowed: what is allowed, and what was probably meant."""
+"""What a key means and what is allowed, by the schema, and what to say about a key that is wrong or missing."""
 
-import re
 from dataclasses import astuple
 from difflib import get_close_matches
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 
 from fastsuncet.config.problems import Problem, words
 from fastsuncet.config.reader import Document, as_yaml
-from fastsuncet.config.schema import Schema, flat
+from fastsuncet.config.schema import CONFIG, DEFAULTS, Schema, Sections, flat
+from fastsuncet.errors import ConfigError
 from pipelines.sampling.augmentation import Allowed
-
-# Keys of facebookresearch/suncet (both releases) that have another name here.
-ANCESTOR = {
-    "supervised_batch_size": "criterion.supervised_imgs_per_class, counted over all processes",
-    "color_jitter": "data.augmentation.strength",
-    "color_jitter_strength": "data.augmentation.strength",
-    "normalize": "data.augmentation.mean and .std (the authors trained without)",
-    "dataset": "data.kind",
-    "data_seed": "data.split.seed",
-    "root_path": "data.root",
-    "image_folder": "data.root, with data.train and data.validation below it",
-    "subset_path": "data.split.file",
-    "unlabeled_frac": "data.split.fraction, which is the labeled share",
-    "model_name": "model.name",
-    "output_dim": "model.output",
-    "use_fp16": "meta.precision: fp16 (or bf16, which needs no loss scaling)",
-    "load_checkpoint": "not needed: the same command continues from the newest checkpoint",
-}
 
 
 def field_problems(error: ValidationError, document: Document) -> list[Problem]:
@@ -38,10 +20,9 @@ def field_problems(error: ValidationError, document: Document) -> list[Problem]:
     problems: dict[str, Problem] = {}
     missing: list[str] = []
     for item in error.errors(include_url=False, include_context=False, include_input=False):
-        section, name, value, rest = "", "", document.values, [str(part) for part in item["loc"]]
+        section, name, rest = "", "", [str(part) for part in item["loc"]]
         while rest and (key := f"{section}.{name}".lstrip(".")) in schema.sections:
             section, name = key, rest.pop(0)
-            value = value.get(name) if isinstance(value, dict) else None
         key = f"{section}.{name}".lstrip(".")
         if item["type"] == "json_invalid":  # the name of a folder or a file is bytes
             for key, text in flat(document.values).items():
@@ -53,7 +34,7 @@ def field_problems(error: ValidationError, document: Document) -> list[Problem]:
         elif item["type"] == "missing" and not rest:
             missing.append(key)
         else:
-            text = _wrong(schema, key, value)
+            text = f"must be {allowed(schema, key)}"
             # A line below the key is named where it has one, as in a mapping of any keys.
             while rest and f"{key}.{rest[0]}" in document.origins:
                 key = f"{key}.{rest.pop(0)}"
@@ -82,32 +63,6 @@ def allowed(schema: Schema, key: str) -> str:
     return ("a whole number" if kind is int else "a number") + bounds + null
 
 
-def _wrong(schema: Schema, key: str, value: Any) -> str:
-    text, field = f"must be {allowed(schema, key)}", schema.values.get(key)
-    if field is None:
-        return text
-    parts = _parts(field.annotation)
-    if isinstance(value, str):
-        choices = [str(word) for part in parts if get_origin(part) is Literal for word in get_args(part)]
-        near = get_close_matches(value.lower(), choices, 1)
-        # A word that differs only in its number is no typing error: resnet101 does not mean resnet50.
-        if near and re.sub(r"\d", "", near[0]) != re.sub(r"\d", "", value):
-            return f"{text}; did you mean {near[0]}?"
-        if str not in parts and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", value, re.I):
-            return f"{text}; without the quotes it is a number"
-    elif isinstance(value, int | float) and str in parts:
-        return f"{text}; in quotes it is text"
-    elif value is None and not field.is_required():
-        return f"{text}; without the line it is the default, {as_yaml(field.default)}"
-    return text
-
-
-def _parts(kind: Any) -> list[Any]:
-    """Return a type and all the types it is made of."""
-    below = [] if get_origin(kind) is Literal else get_args(kind)
-    return [kind, *(part for inner in below for part in _parts(inner))]
-
-
 def _missing(schema: Schema, key: str) -> str:
     fields = schema.sections.get(key, {})
     if required := [f"{key}.{name}" for name, field in fields.items() if field.is_required()]:
@@ -127,8 +82,6 @@ def _unknown(schema: Schema, section: str, name: str) -> Problem:
         text = "base is written at the top of a config file, not on the command line"
     elif elsewhere := keys_ending_in(schema, name):
         text, meant = f"there is no such key here; {name} is {words(elsewhere)}", elsewhere[0]
-    elif name in ANCESTOR:
-        text = f"there is no such key; what facebookresearch/suncet calls {name} is {ANCESTOR[name]}"
     elif meant := nearest_key(schema, name, known):
         text = f"there is no such {'section' if meant in schema.sections else 'key'}; did you mean {meant}?"
     elif section:
@@ -150,3 +103,38 @@ def nearest_key(schema: Schema, name: str, here: dict[str, str]) -> str:
         if near := get_close_matches(name.lower(), names, 1, similarity):
             return names[near[0]]
     return ""
+
+
+def describe(key: str) -> list[str]:
+    """Return the lines about a dotted key, the keys of a section, or the sections for "".
+
+    Raises ConfigError for an unknown key, with the nearest.
+    """
+    if key in CONFIG.values:
+        default = as_yaml(DEFAULTS[key]) if key in DEFAULTS else "none: it must be written"
+        facts = {"meaning": meaning(key), "default": default, "allowed": allowed(CONFIG, key)}
+        return [key, *(f"  {name:<8} {fact}" for name, fact in facts.items())]
+    if key not in CONFIG.sections:
+        leaf = key.rpartition(".")[2]
+        near = keys_ending_in(CONFIG, leaf) or get_close_matches(key, [*CONFIG.values, *CONFIG.sections], 1)
+        hint = f"did you mean {words(near)}?" if near else "`fastsuncet config` lists the sections"
+        raise ConfigError(f"a config has no key {key}; {hint}")
+    above = f"{key}." if key else ""
+    return [f"{above}{name:<24} {meaning(above + name)}" for name in CONFIG.sections[key]]
+
+
+def meaning(key: str) -> str:
+    """Return what a dotted key or a section is for, on one line."""
+    section, _, name = key.rpartition(".")
+    field = CONFIG.sections[section][name]
+    text = (field.annotation.__doc__ if key in CONFIG.sections else field.description) or ""
+    return " ".join(text.split())
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a config file, for editors. No key is required, because a base can have it."""
+    schema = Sections.model_json_schema()
+    for part in [schema, *schema["$defs"].values()]:
+        part.pop("required", None)
+    schema["properties"]["base"] = {"type": "string", "description": "another config, which this one changes"}
+    return schema

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fastsuncet import cli
-from fastsuncet.config.describe import describe, json_schema
+from fastsuncet.config.messages import describe, json_schema
 from fastsuncet.config.schema import CONFIG
 
 

@@ -32,7 +32,7 @@ def test_messages_all_at_once():
   run.yaml:9: optimization.warmup: 10
       must be shorter than the run: 10 epochs of 5
   run.yaml:10: optimization.lr: "1.0"
-      must be a number above 0 and up to 1,000,000,000; without the quotes it is a number
+      must be a number above 0 and up to 1,000,000,000
   command line: optimization.momentum
       an override is written section.key=value, without spaces around the =
   command line: meta.precision=fp15
