@@ -1,12 +1,9 @@
 """Show a run's progress: a bar at a terminal, lines in a batch log. Both show the records of the metrics files."""
 
-import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -14,17 +11,16 @@ from tqdm import tqdm
 from pipelines.output import printable, say_line, survive_lost_output
 
 # Key of a metrics record -> the format of its value in a line, and its text in the bar.
-FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "lr": (".4g", lambda lr: f"lr {lr:.3g}"),
-    "views_per_second": (".1f", lambda rate: f"{_short(rate)} views/s"),
-    "data_wait": (".1%", lambda share: f"wait {share:.0%}"),  # fraction of the time spent waiting for pixels
-    "peak_memory_gb": (".3g", lambda size: f"{size:.3g} GB"),
-    "petaflops": (".4g", lambda spent: f"{spent:.3g} PF"),
+FIELDS = {
+    "lr": (".4g", "lr {:.3g}"),
+    "views_per_second": (".1f", "{:,.0f} views/s"),
+    "data_wait": (".1%", "wait {:.0%}"),  # fraction of the time spent waiting for pixels
+    "peak_memory_gb": (".3g", "{:.3g} GB"),
+    "petaflops": (".4g", "{:.3g} PF"),
 }
 # A batch job can have a terminal, but its output mostly ends in a file, where a bar is one endless line.
 BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST", "CI")
-BAR = 16  # columns: a bar is drawn where as many are left beside the numbers
-REDRAWN = 0.5  # seconds
+BAR = "{percentage:3.0f}%|{bar}| {n}/{total} {elapsed}<{remaining}{postfix}"
 
 
 class ProgressBar:
@@ -44,49 +40,43 @@ class ProgressBar:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,  # seconds
     ):
-        self.total, self._step = total, start
-        self._clock, self._last = clock, (start, clock())
-        self._began = self._last
-        self._pace, self._intervals = 0.0, 0  # seconds per update, smoothed over the intervals between lines
+        self.total, self._clock = total, clock
+        self._fields = {loss: (".4f", f"{loss} {{:.2f}}") for loss in losses} | FIELDS
+        self._last: tuple[int, float] | None = None  # step and time of the last record
+        self._pace: float | None = None  # seconds per update, smoothed over the intervals between records
         self._widths: dict[str, int] = {}  # of each column of the lines so far
-        self._shown: list[str] = []  # the newest numbers in the bar
         self._bar: tqdm | None = None
-        self._closed = threading.Event()
-        of_loss = {loss: (".4f", partial("{} {:.2f}".format, loss)) for loss in losses}
-        self._fields: dict[str, tuple[str, Callable[[float], str]]] = of_loss | FIELDS
-        terminal = stream or sys.stderr
+        self._stream = stream or sys.stderr
         batch = os.environ.get("TERM") == "dumb" or any(name in os.environ for name in BATCH)
         # A terminal without a size (docker run -t can give one) gets lines: tqdm would draw nothing.
-        self._stream = terminal
-        if _width(terminal) and not batch:
-            self._bar = tqdm(
-                total=total, initial=start, file=terminal, dynamic_ncols=True, bar_format="starting"
-            )
-            # Updates can take minutes, and the time goes on.
-            self._thread = threading.Thread(target=self._redraw, args=(self._bar,), daemon=True)
-            self._thread.start()
+        if _width(self._stream) and not batch:
+            self._bar = tqdm(total=total, initial=start, file=self._stream, dynamic_ncols=True, bar_format=BAR,
+                             mininterval=0.5, miniters=1)  # fmt: skip
         elif stream is None:
             self._stream = sys.stdout
 
     def at(self, step: int) -> None:
-        """Note the updates done. The bar shows it within REDRAWN seconds."""
-        self._step = step
+        """Note the updates done."""
+        if self._bar is not None:
+            with survive_lost_output(self._stream):
+                self._bar.update(step - self._bar.n)
 
     def update(self, record: dict[str, Any]) -> None:
         """Show a training record."""
-        self._step = record["step"]
-        self._measure_pace()
+        step, known = record["step"], {key: both for key, both in self._fields.items() if key in record}
         if self._bar is not None:
-            found = ((show, record.get(key)) for key, (_, show) in self._fields.items())
-            self._shown = [show(value) for show, value in found if value is not None]
-            self._draw(self._bar)
+            # Whole numbers only, as many as fit beside ten columns of a bar and hours of three digits.
+            room = _width(self._stream) - len(f"100%|| {self.total}/{self.total} 000:00:00<000:00:00") - 10
+            shown = [text.format(record[key]) for key, (_, text) in known.items()]
+            while shown and len(", ".join(["", *shown])) > room:
+                shown.pop()
+            self._bar.set_postfix_str(", ".join(shown), refresh=False)
+            self.at(step)
             return
-        values = {"step": f"{record['step']}/{self.total}"}
-        for key, (form, _) in self._fields.items():
-            if key in record:
-                values[key] = "-" if record[key] is None else format(record[key], form)
+        values = {"step": f"{step}/{self.total}"}
+        values |= {key: format(record[key], form) for key, (form, _) in known.items()}
         cells = []
-        for key, value in {**values, "left": self._time_left()}.items():
+        for key, value in {**values, "left": self._time_left(step)}.items():
             cell = f"{key}={value}"
             self._widths[key] = max(self._widths.get(key, 0), len(cell))
             cells.append(cell.ljust(self._widths[key]))
@@ -103,53 +93,20 @@ class ProgressBar:
     def close(self) -> None:
         """Leave the bar as it is, with the cursor below it."""
         if self._bar is not None:
-            self._closed.set()
-            self._thread.join()
-            self._draw(self._bar)
-            self._bar.close()
+            with survive_lost_output(self._stream):
+                self._bar.close()
 
-    def _redraw(self, bar: tqdm) -> None:
-        while not self._closed.wait(REDRAWN):
-            self._draw(bar)
+    def _time_left(self, step: int) -> str:
+        """Return the time for the remaining updates at the recent pace, "?" at the first record of a process.
 
-    def _draw(self, bar: tqdm) -> None:
-        """Draw as many of the numbers as fit, and a bar where there is room for it."""
-        # The lock because two threads draw, and an older line must not be the last.
-        with survive_lost_output(self._stream), tqdm.get_lock():
-            _, began = self._began
-            elapsed = tqdm.format_interval(self._clock() - began)
-            text, room = f"{self._step}/{self.total} {elapsed}<{self._time_left()}", _width(self._stream) - 1
-            for number in self._shown:
-                if len(text) + 1 + len(number) > room:
-                    break
-                text += f" {number}"
-            wide = len(text) + len("100%|| ") + BAR <= room
-            bar.n = self._step
-            # Doubled braces, which a format leaves single: a loss can have any name.
-            text = text.replace("{", "{{").replace("}", "}}")
-            bar.bar_format = "{percentage:3.0f}%|{bar}| " * wide + text
-            bar.refresh()
-
-    def _measure_pace(self) -> None:
-        """Take the pace of the updates since the last record.
-
-        The first interval includes the start-up, so it counts only until there is a second one.
+        The start-up, which that record includes, is in no pace.
         """
-        (before, then), now = self._last, self._clock()
-        self._last = (self._step, now)
-        if self._step > before:
-            self._intervals += 1
-            weight = 1.0 if self._intervals <= 2 else 0.2  # 0.2: half of a change shows after three lines
-            self._pace += weight * ((now - then) / (self._step - before) - self._pace)
-
-    def _time_left(self) -> str:
-        """Return the time for the remaining updates at the recent pace, or at that since the start."""
-        (start, began), pace = self._began, self._pace
-        if self._intervals == 0:
-            if self._step == start:
-                return "?"
-            pace = (self._clock() - began) / (self._step - start)
-        return tqdm.format_interval((self.total - self._step) * pace)
+        last, self._last = self._last, (step, self._clock())
+        if last is not None and step > last[0]:
+            pace = (self._last[1] - last[1]) / (step - last[0])
+            # A fifth: half of a change shows after three lines.
+            self._pace = pace if self._pace is None else self._pace + (pace - self._pace) / 5
+        return "?" if self._pace is None else tqdm.format_interval((self.total - step) * self._pace)
 
 
 def _width(stream: TextIO) -> int:
@@ -159,8 +116,3 @@ def _width(stream: TextIO) -> int:
         return size.columns if stream.isatty() and size.lines else 0
     except (OSError, ValueError, AttributeError):  # closed, or an object in memory
         return 0
-
-
-def _short(number: float) -> str:
-    """Return three digits and a letter: 1234 -> 1.23k."""
-    return tqdm.format_sizeof(number) if math.isfinite(number) else str(number)
