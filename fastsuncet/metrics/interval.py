@@ -48,30 +48,26 @@ class DataTimer:
     def __init__(self, device: torch.device):
         timed = partial(torch.cuda.Event, enable_timing=True)
         self._new_event: Callable[[], Any] = timed if device.type == "cuda" else HostEvent
-        self._events: list[tuple[Any, Any]] = []  # two a step, used again after a restart
         self.restart()
 
     def restart(self) -> None:
         """Begin a new sum: after a metrics line, or after anything that is not training."""
-        self._steps = 0
+        self._events: list[tuple[Any, Any]] = []  # two a step
 
     def begin(self) -> None:
         """Mark where the work of earlier steps ends."""
-        if self._steps == len(self._events):
-            self._events.append((self._new_event(), self._new_event()))
-        self._events[self._steps][0].record()
+        self._events.append((self._new_event(), self._new_event()))
+        self._events[-1][0].record()
 
     def end(self) -> None:
         """Mark that the pixels are there."""
-        self._events[self._steps][1].record()
-        self._steps += 1
+        self._events[-1][1].record()
 
     def seconds(self) -> float:
         """Return the wait since `restart()` in seconds. On a GPU this waits until the last batch's pixels are there."""
-        used = self._events[: self._steps]
-        if used:
-            used[-1][1].synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in used) / 1e3
+        if self._events:
+            self._events[-1][1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
 
 
 class Reading(NamedTuple):

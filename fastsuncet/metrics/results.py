@@ -90,8 +90,7 @@ def write_result(run: Path, record: dict[str, Any]) -> Path:
     # Imports torch, which the states of a sweep do without.
     from fastsuncet.checkpoint.run_folder import disk_errors
 
-    if problem := _problem(record):
-        raise ValueError(f"write_result: {problem}")
+    Record.model_validate(record)
     payload = json.dumps(record, indent=1, allow_nan=False).encode() + b"\n"
     path = Path(run) / FOLDER / f"{name_of(run, record)}.json"
     with disk_errors(path):
@@ -112,12 +111,17 @@ def read_result(path: Path) -> dict[str, Any]:
     """Return the record in one file. Raises CheckpointError as `read_results`."""
     try:
         record = json.loads(path.read_bytes())
+        Record.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the record"
+        raise CheckpointError(
+            f"the result {path} was not written by an evaluation: {where}: {first['msg']}. Remove it"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the result {path} cannot be read ({error}): remove it and evaluate again"
         ) from error
-    if problem := _problem(record):
-        raise CheckpointError(f"the result {path} was not written by an evaluation: {problem}. Remove it")
     return record
 
 
@@ -177,15 +181,3 @@ def name_of(run: Path, record: dict[str, Any]) -> str:
     identity = [record["kind"], labels, str(source), encoder.get("step"), record["setting"]]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     return re.sub(r"[^A-Za-z0-9._-]", "-", "-".join([*parts, digest]))
-
-
-def _problem(record: Any) -> str:
-    """Return what is wrong with a record, or an empty string."""
-    try:
-        Record.model_validate(record)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the record"
-        given = "" if first["type"] == "missing" else f", not {first['input']!r}"
-        return f"{where}: {first['msg']}{given}"
-    return ""
