@@ -4,6 +4,7 @@ A clean first epoch proves nothing: a truncated file can fail only once a crop r
 refuse what PIL reads, often without naming the file. So `check` decodes every image once, with the decoder that trains.
 """
 
+import hashlib
 import io
 import os
 from collections.abc import Iterable, Iterator
@@ -15,9 +16,10 @@ import numpy as np
 
 from pipelines.backend import Backend, LoaderOptions, choose_backend
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import Progress, image_size
+from pipelines.datasets.image_headers import Progress, image_size, in_threads
 from pipelines.datasets.index import ImageIndex
 from pipelines.engines import engine_of
+from pipelines.output import first_five
 from pipelines.sampling.step_plan import EvaluationPlan
 
 # The kinds of a JPEG's segments: all but those without a length, and the pixels.
@@ -74,6 +76,31 @@ def check(
     sizes = index.sizes.copy()
     sizes[list(bad)] = 0
     return replace(index, sizes=sizes, bad=dict(sorted(bad.items())))
+
+
+def note_on_copies(index: ImageIndex, progress: Progress | None = None) -> list[str]:
+    """Return a sentence on the labeled images with the content of an earlier one, or none.
+
+    A file is read only if another one has as many bytes.
+    """
+    known = np.setdiff1d(np.flatnonzero(index.labels >= 0), list(index.bad), assume_unique=True)
+    _, same, counts = np.unique(index.lengths()[known], return_inverse=True, return_counts=True)
+    alike = known[counts[same] > 1].tolist()
+
+    def digest(row: int) -> bytes:
+        content = index.content(alike[row])
+        return hashlib.sha256(content if isinstance(content, bytes) else content.read_bytes()).digest()
+
+    first, copies = {}, []
+    for i, digest_of_i in zip(alike, in_threads(digest, len(alike), progress=progress)):
+        if (j := first.setdefault(digest_of_i, i)) != i:
+            mine, other = (f"{index.name(n)} ({index.classes[index.labels[n]]})" for n in (i, j))
+            copies.append(f"{mine} of {other}")
+    if not copies:
+        return []
+    are = "labeled image is a copy" if len(copies) == 1 else "labeled images are copies"
+    why = "An accuracy is too high where one is learned from and the other judges, and two labels contradict"
+    return [f"{len(copies):,} {are}: {first_five(copies)}. {why}: keep one of each"]
 
 
 def find_bad_images(index: ImageIndex, indices: Iterable[int], options: LoaderOptions) -> dict[int, str]:

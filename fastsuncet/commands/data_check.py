@@ -19,7 +19,7 @@ from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex, with_classes
 from pipelines.datasets.index_file import save_index
 from pipelines.output import say_line, show_progress
-from pipelines.verify import check
+from pipelines.verify import check, note_on_copies
 
 
 def check_config(config: Config) -> None:
@@ -56,7 +56,7 @@ def check_config(config: Config) -> None:
             print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
     checked = [_checked(index, kept, **options) for index, kept in parts]
     comparing = partial(show_progress, f"{train.root}, looking for copies")
-    for note in replace(labeled, bad=checked[0].bad).note_on_copies(comparing):
+    for note in note_on_copies(replace(labeled, bad=checked[0].bad), comparing):
         say_line(f"note: {note}")
     bad = [each for index in checked for each in index.bad_files()]
     if len(bad) > data.bad_images:

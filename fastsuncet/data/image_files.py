@@ -14,7 +14,7 @@ from pipelines.data_errors import DataError
 from pipelines.datasets.csv_labels import with_csv_labels
 from pipelines.datasets.folders import image_folder, image_tree, look_again
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_file import load_index, load_own_index, save_index
+from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.pack import open_pack
 from pipelines.output import counted, say_line, say_once, show_progress
 
@@ -47,8 +47,7 @@ def packed_index(config: Config, *, compare: bool = False, scan: bool = False) -
     like = None
     if compare and config.data.root is not None:
         folder = image_root(config, train=True)
-        kept = index_path(config, folder, True)
-        like = load_index(kept, root=folder) if kept.exists() else None
+        like = load_index(index_path(config, folder, True), root=folder)
     with config.naming("data.pack"):
         upright = config.data.exif_orientation
         return open_pack(
@@ -83,10 +82,7 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     folder = image_root(config, train=train)
     kept = index_path(config, folder, train)
     with config.naming("data.root"):
-        if scan:
-            index = load_own_index(kept, root=folder)
-        else:
-            index = load_index(kept, root=folder) if kept.exists() else None
+        index = load_index(kept, root=folder, own=scan)
     if index is None and not scan:
         raise DataError(
             f"rank 0 has written the index {kept}, which this rank cannot see: put logging.folder, or data.index, on a "

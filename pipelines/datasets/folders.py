@@ -1,6 +1,8 @@
-"""Folders of images as indexes, and labels from the names of folders."""
+"""Folders of images as indexes, labels from the names of folders, and what has changed in a folder since."""
 
+import contextlib
 import os
+import stat
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,8 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import EXTENSIONS, NOT_READ, Progress, in_threads, read_headers
-from pipelines.datasets.index import FolderTimes, ImageIndex
+from pipelines.datasets.image_headers import (
+    EXTENSIONS,
+    NOT_READ,
+    Progress,
+    image_size,
+    in_threads,
+    jpeg_size,
+    read_sizes,
+    stamp,
+)
+from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, links_out
 from pipelines.output import say_line
 
@@ -52,8 +63,7 @@ def image_folder(root: str | Path, progress: Progress | None = None, *, upright:
         raise DataError(f"{len(empty)} class folders of {root} hold no image: {', '.join(empty[:5])}")
     number = {name: label for label, name in enumerate(folders)}
     labels = np.array([number[name] for name in inside], np.int64)
-    index = with_headers(root, tree.files, labels, tuple(folders), progress, upright=upright)
-    return replace(index, folders=FolderTimes.of(tree.times))
+    return with_headers(root, tree.files, labels, tuple(folders), progress, upright, folders=tree.times)
 
 
 def image_tree(root: str | Path, progress: Progress | None = None, *, upright: bool = False) -> ImageIndex:
@@ -63,8 +73,8 @@ def image_tree(root: str | Path, progress: Progress | None = None, *, upright: b
     say_not_read(root, tree.not_read)
     if not tree.files:
         raise DataError(f"{root} holds no image ({', '.join(sorted(EXTENSIONS))})")
-    index = with_headers(root, tree.files, np.full(len(tree.files), -1), (), progress, upright=upright)
-    return replace(index, folders=FolderTimes.of(tree.times))
+    labels = np.full(len(tree.files), -1)
+    return with_headers(root, tree.files, labels, (), progress, upright, folders=tree.times)
 
 
 def image_list(files: Sequence[str | os.PathLike[str]], *, upright: bool = False) -> ImageIndex:
@@ -88,14 +98,14 @@ def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
     A folder with the modification time that it had holds the same files. Files of other folders, and SAMPLE files drawn
     anew each time, are compared by length and time; if one of the sample has changed, all files are. What was rewritten
     in place and is not in the sample has its length compared when it is read (`pipelines.loader`). Raises DataError for
-    files that are gone, as `ImageIndex.refreshed`, and for folders that cannot be listed.
+    files that are gone, and for folders that cannot be listed.
     """
-    if index.root is None or index.folders is None:
-        return index.refreshed(), 0
     root, kept = index.root, index.folders
-    now = folder_times(root, kept.names)
-    times = dict(zip(kept.names, now.tolist()))
-    moved = {kept.names[i] for i in np.flatnonzero((now != kept.times) | (now == UNSURE)).tolist()}
+    if root is None or kept is None:
+        return index, 0
+    names = list(kept)
+    times = dict(zip(names, in_threads(lambda i: folder_time(os.path.join(root, names[i])), len(names))))
+    moved = {name for name, changed in times.items() if changed == UNSURE or changed != kept[name]}
     rows = [i for i, name in enumerate(index.files) if name.rpartition("/")[0] in moved] if moved else []
     known, added = {index.files[i] for i in rows}, 0
     for name in moved:
@@ -106,12 +116,47 @@ def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
             # While the index lacks something of it, it is listed at each start, so that the images are named again.
             if new or len(tree.times) > 1:
                 times[name] = UNSURE
-    now = np.array([*times.values()], np.int64)
-    if (now != kept.times).any():
-        index = replace(index, folders=FolderTimes(kept.names, now))
-    looked_at = index.refreshed(np.array(rows, np.int64))
+    if times != kept:
+        index = replace(index, folders=times)
+    looked_at = _compared(index, root, np.array(rows, np.int64))
     sample = np.random.default_rng().permutation(len(index))[:SAMPLE]
-    return looked_at if looked_at.refreshed(sample) is looked_at else looked_at.refreshed(), added
+    sampled = _compared(looked_at, root, np.sort(sample))
+    return sampled if sampled is looked_at else _compared(sampled, root, np.arange(len(index))), added
+
+
+def _compared(index: ImageIndex, root: Path, rows: np.ndarray) -> ImageIndex:
+    """Return an index with the headers of those of the images `rows` read again that have changed; itself for none.
+
+    A file has changed when its size in bytes or its modification time has. Other bad images stay bad.
+    """
+    assert index.stamps is not None
+    names = [index.name(i) for i in rows.tolist()]
+
+    def stamp_now(row: int) -> tuple[int, int]:
+        try:
+            return stamp(os.stat(os.path.join(root, names[row])))
+        except OSError:  # no file, or a folder without access: reading the header gives the reason
+            return -1, -1
+
+    now = np.array(in_threads(stamp_now, len(names)), np.int64).reshape(-1, 2)
+    before = index.stamps[rows]
+    gone = rows[(now[:, 0] < 0) & (before[:, 0] >= 0)].tolist()
+    if gone:
+        raise DataError(
+            f"{len(gone)} of the {len(index)} files in the index cannot be found under {root}: "
+            f"{index.some(gone)}. Correct data.root, or make the index again with `fastsuncet data check CONFIG`"
+        )
+    changed = rows[(now != before).any(axis=1)].tolist()
+    if not changed:
+        return index
+    labels = index.labels[changed]
+    again = with_headers(root, [index.name(i) for i in changed], labels, index.classes, upright=index.upright)
+    sizes, stamps = index.sizes.copy(), index.stamps.copy()
+    sizes[changed], stamps[changed] = again.sizes, again.stamps
+    bad = {i: reason for i, reason in index.bad.items() if i not in set(changed)}
+    bad |= {changed[row]: reason for row, reason in again.bad.items()}
+    every = tuple(sorted({*index.changed, *changed}))
+    return replace(index, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())), changed=every)
 
 
 def folder_time(folder: str | os.PathLike[str]) -> int:
@@ -123,29 +168,41 @@ def folder_time(folder: str | os.PathLike[str]) -> int:
     return changed if 0 <= changed < time.time_ns() - _TICK else UNSURE
 
 
-def folder_times(root: Path, names: Sequence[str]) -> np.ndarray:
-    """Return `folder_time` of every folder, int64 (F,)."""
-    times = np.empty(len(names), np.int64)
-
-    def work(row: int) -> None:
-        times[row] = folder_time(os.path.join(root, names[row]))
-
-    in_threads(work, len(names))
-    return times
-
-
 def with_headers(
     root: Path,
     files: Sequence[str],
     labels: np.ndarray,
     classes: tuple[str, ...],
     progress: Progress | None = None,
-    *,
     upright: bool = False,
+    folders: Mapping[str, int] | None = None,
 ) -> ImageIndex:
-    """Return the index of `files` below `root`, with the sizes that their headers give."""
-    sizes, stamps, bad = read_headers(root, names := Names.of(files), progress, upright=upright)
-    return ImageIndex(root, names, labels, classes, sizes, stamps=stamps, bad=bad, upright=upright)
+    """Return the index of `files` below `root`, with the sizes that their headers give.
+
+    A file that cannot be used is a bad image; none raises.
+    """
+    names = Names.of(files)
+    stamps = np.full((len(names), 2), -1, np.int64)
+
+    def opened(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its writer
+
+    def size_of(row: int) -> tuple[int, int]:
+        path, size = os.path.join(root, names[row]), None
+        # No file, or no access: PIL gives the reason.
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0, opener=opened) as file:
+            # The stamp first: a file that changes while it is read is then seen as changed the next time.
+            status = os.fstat(file.fileno())
+            stamps[row] = stamp(status)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("not a regular file")
+            size = jpeg_size(file.fileno(), upright)
+        return size or image_size(path, upright=upright)
+
+    sizes, bad = read_sizes(size_of, len(names), progress)
+    return ImageIndex(
+        root, names, labels, classes, sizes, stamps=stamps, bad=bad, upright=upright, folders=folders
+    )
 
 
 def existing_folder(root: str | Path) -> Path:
@@ -219,5 +276,4 @@ def _listed(root: Path, start: str = "", *, classes: bool, known: Collection[str
                 tree.files.append(prefix + name)
             elif ending in NOT_READ:
                 tree.not_read[ending] += 1
-    tree.files.sort()
-    return tree
+    return Tree(sorted(tree.files), dict(sorted(tree.times.items())), tree.not_read)

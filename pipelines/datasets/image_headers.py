@@ -1,14 +1,11 @@
-"""Sizes of image files from their headers, many files at a time, without decoding a pixel."""
+"""Image files: sizes from their headers without decoding a pixel, pixels by PIL, and work on many at a time."""
 
-import contextlib
 import io
 import os
-import stat
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from PIL import ExifTags, Image, ImageChops
@@ -37,16 +34,6 @@ _HEAD = 4096
 
 # Called in the caller's own thread with (files done, files in all).
 Progress = Callable[[int, int], None]
-
-
-class Headers(NamedTuple):
-    """What the headers of n files say, row by row."""
-
-    # int32 (n, 2): height and width; 0, 0 where unknown.
-    sizes: np.ndarray
-    # int64 (n, 2): bytes, and modification time in ns; -1, -1 where there is no file.
-    stamps: np.ndarray
-    bad: dict[int, str]  # row -> why the image cannot be used
 
 
 def _readable_by_pil(image: os.PathLike | str | bytes) -> os.PathLike | str | io.BytesIO:
@@ -176,7 +163,7 @@ def _differs_in_dali(tiff: Image.Image) -> bool:
     )
 
 
-def _jpeg_size(file: int, upright: bool) -> tuple[int, int] | None:
+def jpeg_size(file: int, upright: bool) -> tuple[int, int] | None:
     """Return (height, width) of an open JPEG of a common kind up to its pixels; None for all else, which PIL judges.
 
     PIL takes three times as long for a file, and holds Python's lock meanwhile: threads would not help.
@@ -206,23 +193,22 @@ def _jpeg_size(file: int, upright: bool) -> tuple[int, int] | None:
 
 
 def in_threads(
-    work: Callable[[int], None], count: int, threads: int = THREADS, progress: Progress | None = None
-) -> None:
-    """Call work(row) for rows 0..count-1, in no order. Raises what a call raised."""
-    chunk = min(_CHUNK, 1 + count // threads)
+    work: Callable[[int], Any], count: int, threads: int = THREADS, progress: Progress | None = None
+) -> list[Any]:
+    """Return work(row) of the rows 0..count-1, which are called in no order. Raises what a call raised."""
+    chunk, results = min(_CHUNK, 1 + count // threads), []
 
-    def rows_from(first: int) -> int:
-        last = min(first + chunk, count)
-        for row in range(first, last):
-            work(row)
-        return last
+    def rows_from(first: int) -> list[Any]:
+        return [work(row) for row in range(first, min(first + chunk, count))]
 
     if progress is not None:
         progress(0, count)
     with ThreadPoolExecutor(threads) as pool:
-        for done in pool.map(rows_from, range(0, count, chunk)):
+        for some in pool.map(rows_from, range(0, count, chunk)):
+            results += some
             if progress is not None:
-                progress(done, count)
+                progress(len(results), count)
+    return results
 
 
 def read_sizes(
@@ -244,44 +230,3 @@ def read_sizes(
 def stamp(status: os.stat_result) -> tuple[int, int]:
     """Return the bytes and the modification time (ns) of a file; a time after the year 2262 wraps in its 64 bits."""
     return status.st_size, (status.st_mtime_ns + 2**63) % 2**64 - 2**63
-
-
-def file_stamps(root: Path, names: Sequence[str]) -> np.ndarray:
-    """Return the bytes and the modification time (ns) of every file, int64 (n, 2); -1, -1 where there is none."""
-    stamps = np.full((len(names), 2), -1, np.int64)
-
-    def work(row: int) -> None:
-        # No file, or a folder without access: reading the header gives the reason.
-        with contextlib.suppress(OSError):
-            stamps[row] = stamp(os.stat(os.path.join(root, names[row])))
-
-    in_threads(work, len(names))
-    return stamps
-
-
-def read_headers(
-    root: Path, names: Sequence[str], progress: Progress | None = None, *, upright: bool = False
-) -> Headers:
-    """Read the header of every file, with sizes as `image_size`.
-
-    A file that cannot be used is listed in `bad`; none raises.
-    """
-    stamps = np.full((len(names), 2), -1, np.int64)
-
-    def opened(path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its writer
-
-    def size_of(row: int) -> tuple[int, int]:
-        path, size = os.path.join(root, names[row]), None
-        # No file, or no access: PIL gives the reason.
-        with contextlib.suppress(OSError), open(path, "rb", buffering=0, opener=opened) as file:
-            # The stamp first: a file that changes while it is read is then seen as changed the next time.
-            status = os.fstat(file.fileno())
-            stamps[row] = stamp(status)
-            if not stat.S_ISREG(status.st_mode):
-                raise ValueError("not a regular file")
-            size = _jpeg_size(file.fileno(), upright)
-        return size or image_size(path, upright=upright)
-
-    sizes, bad = read_sizes(size_of, len(names), progress)
-    return Headers(sizes, stamps, bad)

@@ -10,31 +10,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.string_table import Names
-from pipelines.output import counted, first_five
+from pipelines.output import counted
 
 if TYPE_CHECKING:
-    from pipelines.datasets.image_headers import Progress
     from pipelines.datasets.shards import Shards
 
 _LARGE = 25_000_000  # pixels of an image that a note names: 75 MB decoded
-
-
-class FolderTimes(NamedTuple):
-    """The folders in which the files of an index were found, and their times then."""
-
-    names: Names  # relative to the root, which is ""
-    times: np.ndarray  # int64 (F,), ns, or `folders.UNSURE`
-
-    @classmethod
-    def of(cls, times: Mapping[str, int]) -> "FolderTimes":
-        """Pack times by name."""
-        return cls(Names.of(sorted(times)), np.array([times[name] for name in sorted(times)], np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,37 +45,32 @@ class ImageIndex:
     pack: "Shards | None" = None  # where the content of the files is read from instead
     upright: bool = False  # whether images are turned as their EXIF tag says, or read as stored
     changed: tuple[int, ...] = ()  # images whose files were written again after the index was made
-    folders: FolderTimes | None = None  # of an index of all images below the root
+    # Of an index of all images below the root: each folder ("" is the root), and its time in ns or `folders.UNSURE`.
+    folders: Mapping[str, int] | None = None
 
     def __post_init__(self):
         if not isinstance(self.files, Names):
             object.__setattr__(self, "files", Names.of(self.files))
         n, side = len(self.files), () if self.pixels is None else self.pixels.shape[1:3]
-        for name, shape, dtype in (
-            ("labels", (n,), np.int64),
-            ("sizes", (n, 2), np.int32),
-            ("stamps", (n, 2), np.int64),
-            ("pixels", (n, *side, 3), np.uint8),
-            ("presence", (n, len(self.classes)), np.int8),
+        for name, shape, dtype, allowed in (
+            ("labels", (n,), np.int64, (-1, len(self.classes) - 1)),
+            ("sizes", (n, 2), np.int32, None),
+            ("stamps", (n, 2), np.int64, None),
+            ("pixels", (n, *side, 3), np.uint8, None),
+            ("presence", (n, len(self.classes)), np.int8, (-1, 1)),
         ):
             array = getattr(self, name)
-            if array is not None and (array.shape != shape or array.dtype != dtype):
+            if array is None:
+                continue
+            if array.shape != shape or array.dtype != dtype:
                 wanted = f"{np.dtype(dtype)} {shape}"
                 raise DataError(f"{name} of the index must be {wanted}, not {array.dtype} {array.shape}")
-        if self.presence is not None and n and not -1 <= self.presence.min() <= self.presence.max() <= 1:
-            raise DataError("presence of the index must be 1 (there), -1 (not there) or 0 (difficult)")
+            if allowed and array.size and not allowed[0] <= array.min() <= array.max() <= allowed[1]:
+                raise DataError(f"{name} of the index must be from {allowed[0]} to {allowed[1]}")
         if self.pack is not None and len(self.pack) != n:
             raise DataError(f"the pack holds {len(self.pack)} images, the index {n}")
-        if n and not -1 <= self.labels.min() <= self.labels.max() < len(self.classes):
-            raise DataError(
-                f"labels reach from {self.labels.min()} to {self.labels.max()}, but {len(self.classes)} "
-                f"classes are numbered from 0, and -1 means not labeled"
-            )
-        for which in (self.bad, self.changed):
-            if which and not 0 <= min(which) <= max(which) < n:
-                raise DataError(
-                    f"bad or changed images reach from {min(which)} to {max(which)}, of {n} images"
-                )
+        if not all(0 <= i < n for i in (*self.bad, *self.changed)):
+            raise DataError(f"a bad or changed image of the index is none of its {n}")
 
     def __len__(self) -> int:
         return len(self.files)
@@ -138,9 +120,9 @@ class ImageIndex:
 
     def contents(self) -> str:
         """Return the sha256 of the encoded images' lengths, which a copy of the files or a pack of them keeps."""
-        return hashlib.sha256(self._lengths().tobytes()).hexdigest()
+        return hashlib.sha256(self.lengths().tobytes()).hexdigest()
 
-    def _lengths(self) -> np.ndarray:
+    def lengths(self) -> np.ndarray:
         """Return the bytes of each encoded image, int64 (N,); 0 for a bad one, and where they are not known."""
         lengths = np.zeros(len(self), "<i8")
         if self.pack is not None:
@@ -149,34 +131,6 @@ class ImageIndex:
             lengths[:] = self.stamps[:, 0]
         lengths[list(self.bad)] = 0
         return lengths
-
-    def note_on_copies(self, progress: "Progress | None" = None) -> list[str]:
-        """Return a sentence on the labeled images with the content of an earlier one, or none.
-
-        A file is read only if another one has as many bytes.
-        """
-        from pipelines.datasets.image_headers import in_threads
-
-        known = np.setdiff1d(np.flatnonzero(self.labels >= 0), list(self.bad), assume_unique=True)
-        _, same, counts = np.unique(self._lengths()[known], return_inverse=True, return_counts=True)
-        alike = known[counts[same] > 1].tolist()
-        digests, first, copies = [b""] * len(alike), {}, []
-
-        def work(row: int) -> None:
-            content = self.content(alike[row])
-            content = content if isinstance(content, bytes) else content.read_bytes()
-            digests[row] = hashlib.sha256(content).digest()
-
-        in_threads(work, len(alike), progress=progress)
-        for i, digest in zip(alike, digests):
-            if (j := first.setdefault(digest, i)) != i:
-                mine, other = (f"{self.name(n)} ({self.classes[self.labels[n]]})" for n in (i, j))
-                copies.append(f"{mine} of {other}")
-        if not copies:
-            return []
-        are = "labeled image is a copy" if len(copies) == 1 else "labeled images are copies"
-        why = "An accuracy is too high where one is learned from and the other judges, and two labels contradict"
-        return [f"{len(copies):,} {are}: {first_five(copies)}. {why}: keep one of each"]
 
     def take(self, numbers: np.ndarray) -> "ImageIndex":
         """Return the index of the images `numbers`, int64, ascending and each once, numbered anew."""
@@ -237,35 +191,6 @@ class ImageIndex:
         """Raise BadImage, which names them all, when more images are bad than `allowed`; None: none can be replaced."""
         if len(self.bad) > (allowed or 0):
             raise BadImage(self.bad_files(), allowed=allowed)
-
-    def refreshed(self, rows: np.ndarray | None = None) -> "ImageIndex":
-        """Return this index with the headers of changed files read again; itself when no file has changed.
-
-        Compares all files, or the images `rows`, int64. A file has changed when its size in bytes or its modification
-        time has. Other bad images stay bad. Raises DataError with the number and the names of files that are gone.
-        """
-        if self.root is None or self.stamps is None:
-            return self
-        from pipelines.datasets.image_headers import file_stamps, read_headers
-
-        rows = np.arange(len(self)) if rows is None else rows
-        before, now = self.stamps[rows], file_stamps(self.root, [self.name(i) for i in rows.tolist()])
-        gone = rows[(now[:, 0] < 0) & (before[:, 0] >= 0)].tolist()
-        if gone:
-            raise DataError(
-                f"{len(gone)} of the {len(self)} files in the index cannot be found under {self.root}: "
-                f"{self.some(gone)}. Correct data.root, or make the index again with `fastsuncet data check CONFIG`"
-            )
-        changed = rows[(now != before).any(axis=1)].tolist()
-        if not changed:
-            return self
-        headers = read_headers(self.root, [self.name(i) for i in changed], upright=self.upright)
-        sizes, stamps = self.sizes.copy(), self.stamps.copy()
-        sizes[changed], stamps[changed] = headers.sizes, headers.stamps
-        bad = {i: reason for i, reason in self.bad.items() if i not in set(changed)}
-        bad |= {changed[row]: reason for row, reason in headers.bad.items()}
-        every = tuple(sorted({*self.changed, *changed}))
-        return replace(self, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())), changed=every)
 
 
 def with_classes(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
-from pipelines.datasets.index import FolderTimes, ImageIndex
+from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.shards import Shards, require_inside
 from pipelines.datasets.string_table import Names
 from pipelines.output import say_line
@@ -40,7 +40,8 @@ def save_index(index: ImageIndex, path: Path) -> None:
         "changed": np.array(index.changed, np.int64),
     }
     if index.folders is not None:
-        arrays |= {"folders": index.folders.names.lines, "folder_times": index.folders.times}
+        times = np.fromiter(index.folders.values(), np.int64, len(index.folders))
+        arrays |= {"folders": Names.of(index.folders).lines, "folder_times": times}
     if index.pack is not None:
         arrays["shards"] = Names.of(str(path.relative_to(index.root)) for path in index.pack.paths).lines
         arrays |= {"shard_stamps": index.pack.stamps, "members": index.pack.members}
@@ -48,7 +49,7 @@ def save_index(index: ImageIndex, path: Path) -> None:
         stream = io.BytesIO()
         np.savez(stream, **{key: array for key, array in arrays.items() if array is not None})
         atomic_files.make_folder(path.parent)
-        # Whatever the umask, no other user can write it: `load_own_index` would refuse it.
+        # Whatever the umask, no other user can write it: `load_index` would refuse it.
         atomic_files.replace(path, stream.getvalue(), 0o644)
     except OSError as error:
         raise CannotWrite(
@@ -57,31 +58,20 @@ def save_index(index: ImageIndex, path: Path) -> None:
         ) from error
 
 
-def load_index(path: Path, *, root: Path | None = None) -> ImageIndex:
-    """Read what `save_index` wrote; `root` is where the files lie now, by default where they lay then.
+def load_index(path: Path, *, root: Path | None = None, own: bool = False) -> ImageIndex | None:
+    """Read what `save_index` wrote, None where there is no file; `root` is where the files lie now, if not as then.
 
-    Raises DataError: no such file, damaged, another version, or shards that have changed.
+    With `own`, an index that this user cannot read, or another user can write, is none either, and a line says why.
+    Raises DataError: damaged, another version, or shards that have changed.
     """
     try:
-        with atomic_files.open_file(path, MOST_BYTES) as stream:
-            return _read_index(stream, path, root)
-    except FileNotFoundError:
-        raise DataError(f"there is no index {path}: {_MAKE}") from None
-    except OSError as error:
-        raise DataError(f"the index {path} cannot be read: {error.strerror}") from error
-
-
-def load_own_index(path: Path, *, root: Path | None = None) -> ImageIndex | None:
-    """Return what `load_index` reads; None where there is no index that this user alone can write.
-
-    A line says why one is not read. Raises DataError for a damaged one.
-    """
-    try:
-        with atomic_files.open_file(path, MOST_BYTES, own=True) as stream:
+        with atomic_files.open_file(path, MOST_BYTES, own=own) as stream:
             return _read_index(stream, path, root)
     except FileNotFoundError:
         return None
     except OSError as error:
+        if not own:
+            raise DataError(f"the index {path} cannot be read: {error.strerror}") from error
         say_line(f"note: the index {path} is made anew, because {error.strerror}")
         return None
 
@@ -100,11 +90,7 @@ def _read_index(stream: BinaryIO, path: Path, root: Path | None) -> ImageIndex:
         if (version := int(arrays["version"])) != _VERSION:
             raise ValueError(f"it has version {version}, not {_VERSION}")
         folder, shards = root or Path(str(arrays["root"])), Names(arrays.get("shards", np.empty(0, np.uint8)))
-        folders = None
-        if "folders" in arrays:
-            folders = FolderTimes(Names(arrays["folders"]), arrays["folder_times"])
-            if folders.times.shape != (len(folders.names),) or folders.times.dtype != np.int64:
-                raise ValueError("its folders do not fit their times")
+        folders = Names(arrays.get("folders", np.empty(0, np.uint8)))
         index = ImageIndex(
             root=folder,
             files=Names(arrays["files"]),
@@ -116,12 +102,12 @@ def _read_index(stream: BinaryIO, path: Path, root: Path | None) -> ImageIndex:
             presence=arrays.get("presence"),
             upright=bool(arrays["upright"]),
             changed=tuple(arrays["changed"].tolist()),
-            folders=folders,
+            folders=dict(zip(folders, arrays["folder_times"].tolist(), strict=True)) if folders else None,
         )
         if index.fingerprint() != str(arrays["fingerprint"]):
             raise ValueError("its content does not match its fingerprint")
         # Whoever wrote the file, it must not lead out of the data folder.
-        for names in (index.files, shards, folders.names if folders else Names.of(())):
+        for names in (index.files, shards, folders):
             if (name := names.leaving_root()) is not None:
                 raise ValueError(f"{name!r} leads out of the data folder")
         members = (arrays["shard_stamps"], arrays["members"]) if shards else ()

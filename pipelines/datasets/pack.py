@@ -25,7 +25,7 @@ from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
 from pipelines.datasets.image_headers import THREADS, Progress, image_size, read_sizes, stamp
 from pipelines.datasets.index import ImageIndex, class_numbers
-from pipelines.datasets.index_file import load_index, load_own_index, save_index
+from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.shards import CHECKSUM, MEMBER, Scan, Shards, require_inside, scan_shard
 from pipelines.datasets.string_table import Names
 from pipelines.output import say_line, show_progress
@@ -55,7 +55,7 @@ def open_pack(
     folder = Path(pack).expanduser()
     if (folder / INDEX).is_file():
         index = load_index(folder / INDEX, root=folder)
-        if index.pack is None:
+        if index is None or index.pack is None:
             raise DataError(f"{folder / INDEX} is not the index of a pack: {_MAKE}")
         if index.upright != upright:
             turned = str(index.upright).lower()
@@ -68,7 +68,7 @@ def open_pack(
     paths = _shard_paths(str(folder))
     # An index that cannot be used is made again: a shard has changed or moved, or it is damaged.
     with contextlib.suppress(DataError):
-        index = load_own_index(kept) if kept is not None and not scan else None
+        index = load_index(kept, own=True) if kept is not None and not scan else None
         if index and index.pack is not None and index.pack.paths == paths and index.upright == upright:
             return index
     index = _scanned(paths, upright)

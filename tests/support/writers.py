@@ -24,7 +24,7 @@ from fastsuncet.models.resnet import build_model
 from pipelines import code_cache
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_file import load_own_index, save_index
+from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.pack import open_pack, write_pack
 from pipelines.sampling.augmentation import Center
 from tests.support.checkpoints import assert_whole, save
@@ -67,7 +67,7 @@ def write_index(path: Path, number: int) -> None:
 
 
 def read_index(path: Path) -> int | None:
-    index = load_own_index(path)
+    index = load_index(path, own=True)
     return None if index is None else int(index.labels[0])
 
 

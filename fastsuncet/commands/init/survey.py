@@ -28,6 +28,7 @@ from pipelines.datasets.image_headers import EXTENSIONS
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.pack import INDEX, open_pack
 from pipelines.output import counted, first_five, say_line, span
+from pipelines.verify import note_on_copies
 
 VALIDATION = ("val", "valid", "validation", "test")
 SAMPLE = 12  # images that are decoded to time it
@@ -127,7 +128,7 @@ def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: n
         text = "classes that differ only in upper and lower case, or in the Unicode form"
         lines.append(f"{'note':<9}{text}: {first_five(same)}. Are they one?")
     if len(index) < FEW_IMAGES:
-        lines += [f"{'note':<9}{note}" for note in index.note_on_copies()]
+        lines += [f"{'note':<9}{note}" for note in note_on_copies(index)]
     if index.bad:
         lines.append(f"{'bad':<9}{counted(len(index.bad), 'file')} cannot be read: {_first_bad(index)}")
     return lines

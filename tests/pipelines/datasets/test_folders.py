@@ -21,6 +21,7 @@ from pipelines.datasets.folders import image_folder, image_list, image_tree, loo
 from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.in_memory import digits, resident
 from pipelines.datasets.index import ImageIndex, class_numbers, with_classes
+from pipelines.datasets.index_file import load_index, save_index
 from tests.support.pictures import cut_short, texture, write_image, write_images
 
 CAFE = os.fsdecode("caf\xe9/4.jpg".encode())  # UTF-8 on the disk, whatever the locale
@@ -148,16 +149,55 @@ def scanned(tmp_path):
 
 def test_look_again_compares_folders_and_a_sample_where_nothing_moved(scanned, monkeypatch):
     """And all files where one of the sample differs."""
-    stamps = mock.Mock(wraps=image_headers.file_stamps)
-    monkeypatch.setattr(image_headers, "file_stamps", stamps)
+    compared = mock.Mock(wraps=folders._compared)
+    monkeypatch.setattr(folders, "_compared", compared)
     monkeypatch.setattr(folders, "_listed", None)
     monkeypatch.setattr(folders, "SAMPLE", 2)
-    assert look_again(scanned) == (scanned, 0) and len(stamps.call_args.args[1]) == 2
-    assert scanned.folders.names[:] == ["", "cat", "cat/deep", "dog"]
+    assert look_again(scanned) == (scanned, 0)
+    assert [len(call.args[2]) for call in compared.call_args_list] == [0, 2]
+    assert list(scanned.folders) == ["", "cat", "cat/deep", "dog"]
     for name in ("dog/3.jpg", "cat/1.jpg"):
         write_image(scanned.root / name, 9)  # in place, which leaves the folder's time
     monkeypatch.setattr(folders, "SAMPLE", 3)  # of four files
     assert look_again(scanned)[0].changed == (0, 2)
+
+
+def test_look_again_reads_changed_files_only_and_counts_them(scanned, tmp_path, monkeypatch):
+    """Until the next scan, also where the index is kept meanwhile."""
+    read, kept, root = mock.Mock(wraps=folders.with_headers), tmp_path / "index.npz", scanned.root
+    monkeypatch.setattr(folders, "with_headers", read)
+    assert look_again(scanned)[0].notes() == []
+    write_image(root / "cat" / "1.jpg", 20, 30)
+    (root / "dog" / "3.jpg").write_bytes(b"<html>")
+    write_image(root / "dog" / "4.jpg", quality=30)  # as many pixels
+    changed, _ = look_again(scanned)
+    assert read.call_args.args[1] == ["cat/1.jpg", "dog/3.jpg", "dog/4.jpg"]
+    assert changed.sizes.tolist() == [[30, 20], [6, 8], [0, 0], [6, 8]]
+    assert list(changed.bad) == [2] and "not an image" in changed.bad[2]
+    assert changed.notes() == [
+        "3 of 4 images changed since their index was made: cat/1.jpg, dog/3.jpg, dog/4.jpg"
+    ]
+    assert (
+        changed.contents() != scanned.contents() and scanned.sizes[0].tolist() == [6, 8] and not scanned.bad
+    )
+    save_index(changed, kept)
+    again, _ = look_again(load_index(kept))
+    assert again.changed == (0, 2, 3) and again.bad == changed.bad and read.call_count == 1
+    # A repaired file is good again, and a time of any year is one.
+    write_image(root / "dog" / "3.jpg", 10)
+    os.utime(root / "cat" / "deep" / "2.jpg", (0, 10_413_792_000))  # 2300
+    again, _ = look_again(again)
+    assert again.bad == {} and again.changed == (0, 1, 2, 3)
+    assert again.stamps[1, 1] == 10_413_792_000 * 10**9 - 2**64
+
+
+def test_look_again_leaves_images_bad_that_were_from_the_start(scanned):
+    (scanned.root / "cat" / "1.jpg").unlink()
+    stamps = scanned.stamps.copy()
+    stamps[0] = -1
+    bad = {0: "no such file", 2: "the decoder refuses it"}
+    again, _ = look_again(replace(scanned, stamps=stamps, bad=bad))
+    assert again.bad == bad and again.changed == ()
 
 
 @pytest.mark.parametrize(

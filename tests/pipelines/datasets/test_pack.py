@@ -84,7 +84,6 @@ def test_a_pack_holds_the_index_and_every_byte(index, pack):
     for i in range(len(index)):
         assert packed.content(i) == index.path(i).read_bytes()
         assert packed.damage(i) is None
-    assert packed.refreshed() is packed
     relabeled = replace(index, labels=np.where(np.arange(12) == 9, 0, index.labels))
     with pytest.raises(DataError, match=rf"other images than the index: image 9 is {index.name(9)}"):
         open_pack(pack, like=relabeled)
