@@ -117,11 +117,9 @@ def _open(config: Config, *, train: bool, scan: bool, index: ImageIndex | None =
 
 def in_memory(config: Config, *, train: bool, download: bool = False) -> ImageIndex:
     """Return the images of a kind that is held in memory."""
+    from pipelines.datasets.in_memory import cifar, digits, synthetic
+
     data, made = config.data, config.data.synthetic
-    if data.kind in ("digits", "synthetic"):
-        from pipelines.datasets.in_memory import digits, synthetic
-    else:
-        from pipelines.datasets.cifar import cifar
     if data.kind == "digits":
         return digits(train=train)
     if data.kind == "synthetic":

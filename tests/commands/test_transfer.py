@@ -17,7 +17,7 @@ from fastsuncet.evaluation.finetuning import transfer
 from fastsuncet.metrics.results import read_results, write_result
 from fastsuncet.models.resnet import build_model
 from pipelines import atomic_files
-from pipelines.datasets.cifar import CLASSES
+from pipelines.datasets.in_memory import CLASSES
 from pipelines.loader import Loader
 from tests.support.colors import ALONE
 from tests.support.ranks import run_ranks

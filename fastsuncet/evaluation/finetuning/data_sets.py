@@ -20,7 +20,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.scoring import per_class, share_right
 from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
-from pipelines.datasets.cifar import cifar
+from pipelines.datasets.in_memory import cifar
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import draw_held_out, labeled_split
 from pipelines.datasets.voc07 import part_size, voc07

@@ -10,19 +10,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 from PIL import Image, ImageOps
 
-from pipelines.data_errors import BadImage, DataError
+from pipelines.data_errors import DataError
 from pipelines.datasets import folders, image_headers
 from pipelines.datasets.csv_labels import with_csv_labels
 from pipelines.datasets.folders import image_folder, image_list, image_tree, look_again
 from pipelines.datasets.image_headers import read_rgb
-from pipelines.datasets.in_memory import digits, resident
 from pipelines.datasets.index import ImageIndex, class_numbers, with_classes
 from pipelines.datasets.index_file import load_index, save_index
-from tests.support.pictures import cut_short, texture, write_image, write_images
+from tests.support.pictures import texture, write_image, write_images
 
 CAFE = os.fsdecode("caf\xe9/4.jpg".encode())  # UTF-8 on the disk, whatever the locale
 
@@ -396,61 +393,3 @@ def test_a_file_that_is_no_table_of_labels_is_refused(tree, tmp_path, content, s
     (tmp_path / "labels.csv").write_bytes(content)
     with pytest.raises(DataError, match=said):
         with_csv_labels(image_tree(tree), tmp_path / "labels.csv")
-
-
-def test_resident_decodes_images_once(tmp_path):
-    write_images(tmp_path, "a/1.png", "a/2.jpg", "b/3.jpg")
-    Image.new("L", (8, 6), 77).save(tmp_path / "b" / "4.png")
-    index = resident(image_folder(tmp_path))
-    assert index.pixels.shape == (4, 6, 8, 3) and index.pixels.dtype == np.uint8
-    for i in range(4):
-        with Image.open(index.path(i)) as image:
-            assert np.array_equal(index.pixels[i], np.asarray(image.convert("RGB")))
-
-
-def test_resident_refuses_different_sizes_and_too_many_pixels(tmp_path, monkeypatch):
-    index = image_folder(write_images(tmp_path, "a/1.png", "a/2.png"))
-    monkeypatch.setattr("pipelines.datasets.in_memory._LIMIT", 2 * 8 * 6 * 3)
-    resident(index)
-    monkeypatch.setattr("pipelines.datasets.in_memory._LIMIT", 2 * 8 * 6 * 3 - 1)
-    with pytest.raises(DataError, match="too many"):
-        resident(index)
-    write_image(tmp_path / "a/3.png", 9, 6)
-    with pytest.raises(DataError, match=r"1.png has 8 x 6 pixels and .*3.png 9 x 6"):
-        resident(image_folder(tmp_path))
-
-
-def test_resident_names_every_image_that_cannot_be_decoded(tmp_path):
-    write_images(tmp_path, *(f"a/{i}.jpg" for i in range(4)))
-    spoiled = [str(cut_short(tmp_path / "a" / f"{i}.jpg")) for i in (1, 3)]
-    with pytest.raises(BadImage) as error:
-        resident(image_folder(tmp_path))
-    assert [path for path, _ in error.value.files] == spoiled
-    (tmp_path / "a" / "0.jpg").write_bytes(b"")
-    with pytest.raises(BadImage, match=r"1 image .*\n.*0.jpg: an empty file"):
-        resident(image_folder(tmp_path))
-
-
-@pytest.mark.slow
-def test_digits_are_split_by_class_and_keep_their_picture():
-    load_digits = pytest.importorskip("sklearn.datasets").load_digits
-    train, test = digits(), digits(train=False)
-    assert (len(train), len(test)) == (1442, 355)
-    assert not set(train.files) & set(test.files)
-    assert train.classes == test.classes == tuple("0123456789") and train.root is None
-    data = load_digits()
-    for index in (train, test):
-        numbers = [int(name.split("/")[1]) for name in index.files]
-        assert numbers == sorted(numbers) and index.labels.tolist() == data.target[numbers].tolist()
-        assert index.pixels.shape == (len(index), 16, 16, 3) and index.pixels.dtype == np.uint8
-        levels = torch.from_numpy(data.images[numbers] * (255 / 16))[None]
-        expected = F.interpolate(levels, scale_factor=2, mode="bilinear")[0].numpy()
-        assert np.abs(index.pixels - expected[..., None]).max() <= 1.5  # rounded before and between the axes
-    share = np.bincount(test.labels) / np.bincount(data.target)
-    assert (np.abs(share - 0.2) < 0.01).all()
-
-
-def test_digits_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
-    with pytest.raises(DataError, match="pip install scikit-learn"):
-        digits()

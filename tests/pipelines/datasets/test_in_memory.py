@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from the authors' files, their archive, a server and folders; files that are refused."""
+"""CIFAR-10 and CIFAR-100 from the authors' files, their archive, a server and folders; scikit-learn's digits."""
 
 import hashlib
 import io
@@ -9,13 +9,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
 from torchvision import datasets
 
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import join
 from pipelines.data_errors import DataError
-from pipelines.datasets.cifar import CLASSES, cifar
+from pipelines.datasets.in_memory import CLASSES, cifar, digits
 from tests.support.archives import Trap, tar_of
 from tests.support.pictures import write_image
 from tests.support.runs import CONFIGS
@@ -166,6 +169,18 @@ def test_cifar_reads_folders_into_memory(kind, tmp_path):
     count = len(CLASSES[kind])
     assert train.pixels.shape == (count, 32, 32, 3) and train.labels.tolist() == list(range(count))
     assert cifar(kind, tmp_path, train=False).name(0) == f"{CLASSES[kind][0]}/7.png"
+    name = CLASSES[kind][0]
+    with Image.open(tmp_path / "train" / name / "1.png") as image:
+        assert np.array_equal(train.pixels[0], np.asarray(image))
+    jpeg, narrow = (write_image(tmp_path / "a.jpg", width, 32).read_bytes() for width in (32, 31))
+    for content, said in (
+        (narrow, r"2\.jpg has not 32 x 32 pixels"),
+        (jpeg[: len(jpeg) // 2], r"an image of CIFAR-100? cannot be decoded: .*2\.jpg"),
+        (b"", r"2\.jpg: an empty file"),
+    ):
+        (tmp_path / "train" / name / "2.jpg").write_bytes(content)
+        with pytest.raises(DataError, match=said):
+            cifar(kind, tmp_path)
     write_image(tmp_path / "train" / "zebra" / "1.jpg", 32, 32)
     with pytest.raises(DataError, match=r"other class folders than CIFAR-100?: "):
         cifar(kind, tmp_path)
@@ -180,3 +195,28 @@ def test_cifar100_in_a_run(published, tmp_path):
         images = open_images(config, place, validation=True)
     assert images.train.labels.tolist() == published.labels(["train"])
     assert images.validation.labels.tolist() == published.labels(["test"])
+
+
+@pytest.mark.slow
+def test_digits_are_split_by_class_and_keep_their_picture():
+    load_digits = pytest.importorskip("sklearn.datasets").load_digits
+    train, test = digits(), digits(train=False)
+    assert (len(train), len(test)) == (1442, 355)
+    assert not set(train.files) & set(test.files)
+    assert train.classes == test.classes == tuple("0123456789") and train.root is None
+    data = load_digits()
+    for index in (train, test):
+        numbers = [int(name.split("/")[1]) for name in index.files]
+        assert numbers == sorted(numbers) and index.labels.tolist() == data.target[numbers].tolist()
+        assert index.pixels.shape == (len(index), 16, 16, 3) and index.pixels.dtype == np.uint8
+        levels = torch.from_numpy(data.images[numbers] * (255 / 16))[None]
+        expected = F.interpolate(levels, scale_factor=2, mode="bilinear")[0].numpy()
+        assert np.abs(index.pixels - expected[..., None]).max() <= 1.5  # rounded before and between the axes
+    share = np.bincount(test.labels) / np.bincount(data.target)
+    assert (np.abs(share - 0.2) < 0.01).all()
+
+
+def test_digits_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
+    with pytest.raises(DataError, match="pip install scikit-learn"):
+        digits()
