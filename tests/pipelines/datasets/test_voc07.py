@@ -62,14 +62,13 @@ def set_line(number, text):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (set_line(2, "000008"), r"cat_val.txt has 1 wrong line:\n  line 2: '000008' is not an image"),
-        (set_line(2, "000008 1 1"), "line 2: '000008 1 1' is not an image and 1, -1 or 0"),
-        (set_line(3, "000009 2"), "line 3: '2' is not 1, -1 or 0"),
-        (set_line(3, "../../x 1"), "line 3: '../../x' is not the name of an image"),
-        (set_line(3, "000007 1"), "line 3: 000007 stands on line 1 already"),
-        (lambda lines: lines.pop(3), "cat_val.txt does not name 000010, which .*aeroplane_val.txt does on"),
-        (lambda lines: lines.append("000099 1"), "cat_val.txt line 6 names 000099, which .*aeroplane"),
-        (lambda lines: lines.clear(), "names no image"),
+        (set_line(2, "000008"), r"cat_val.txt line 2 is not the name of an image and 1, -1 or 0"),
+        (set_line(2, "000008 1 1"), "line 2 is not"),
+        (set_line(3, "000009 2"), "line 3 is not"),
+        (set_line(3, "../../x 1"), "line 3 is not"),
+        (lambda lines: lines.clear(), "line 1 is not"),
+        (set_line(3, "000007 1"), "cat_val.txt names other images than .*aeroplane_val.txt"),
+        (lambda lines: lines.pop(3), "cat_val.txt names other images"),
     ],
 )
 def test_voc07_names_a_wrong_list_with_its_line(tmp_path, change, said):
@@ -83,7 +82,7 @@ def test_voc07_names_an_image_of_two_parts(tmp_path):
     write_voc(tmp_path)
     for name in CLASSES:
         rewrite(tmp_path, f"{name}_val.txt", lambda lines: lines.append("000003 1"))
-    with pytest.raises(DataError, match="VOC2007: 000003 in train and in val: the parts must be separate"):
+    with pytest.raises(DataError, match="VOC2007: 000003 twice in the lists of train and val"):
         voc07(tmp_path, "train", "val")
 
 
@@ -94,7 +93,5 @@ def test_voc07_names_what_is_missing_and_where_it_is(tmp_path):
     (lists(tmp_path) / "sofa_test.txt").unlink()
     with pytest.raises(DataError, match=r"there is no .*sofa_test.txt: VOCtest_06-Nov-2007.tar has it"):
         voc07(tmp_path, "test")
-    for name in ("000008", "000010"):
-        (tmp_path / "VOCdevkit" / "VOC2007" / "JPEGImages" / f"{name}.jpg").unlink()
-    with pytest.raises(DataError, match=r"aeroplane_val.txt line 2: there is no .*000008.jpg, and 1 more"):
-        voc07(tmp_path, "val")
+    (tmp_path / "VOCdevkit" / "VOC2007" / "JPEGImages" / "000008.jpg").unlink()
+    assert voc07(tmp_path, "val").bad == {1: "no such file"}
