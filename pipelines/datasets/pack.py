@@ -62,8 +62,11 @@ def open_pack(
             raise DataError(
                 f"{folder} was packed with data.exif_orientation={turned}: set that, or pack again"
             )
-        if like is not None:
-            _require_same_images(folder, index, like)
+        if like is not None and index.fingerprint() != like.fingerprint():
+            raise DataError(
+                f"the pack {folder} holds {len(index):,} images, and other images than the index of {len(like):,} of "
+                f"{like.root}. Delete it and run `fastsuncet data pack` again"
+            )
         return index
     paths = _shard_paths(str(folder))
     # An index that cannot be used is made again: a shard has changed or moved, or it is damaged.
@@ -145,23 +148,6 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
     )
 
 
-def _require_same_images(folder: Path, packed: ImageIndex, like: ImageIndex) -> None:
-    """Raise DataError, with the first image that differs, unless both indexes name the same images."""
-    if packed.fingerprint() == like.fingerprint():
-        return
-    difference = f"{len(packed):,} images in the pack and {len(like):,} in the index"
-    rows = (zip(index.files, index.sizes.tolist(), index.labels.tolist()) for index in (packed, like))
-    for i, both in enumerate(zip(*rows)):
-        if both[0] != both[1]:
-            ours, theirs = (f"{name} ({w} x {h}, class {label})" for name, (h, w), label in both)
-            difference = f"image {i} is {ours} in the pack and {theirs} in the index"
-            break
-    raise DataError(
-        f"the pack {folder} holds other images than the index: {difference}. Delete it and run "
-        "`fastsuncet data pack` again"
-    )
-
-
 def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = None) -> int:
     """Pack the files of `index` into `folder`; return how many images an earlier, killed start had packed already.
 
@@ -171,27 +157,24 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
     """
     if index.root is None or index.stamps is None:
         raise DataError("only images that are files can be packed")
-    folder, before = folder.absolute(), None  # `.` has no name
+    folder = folder.absolute()  # `.` has no name
     # Named after the files and their times: when one of them changes, nothing of an earlier start is used.
     digest = hashlib.sha256(index.fingerprint().encode() + index.stamps.tobytes()).hexdigest()
     part = folder.with_name(f"{folder.name}.part-{digest[:12]}")
     try:
-        if not (folder / INDEX).is_file():
-            atomic_files.make_folder(folder.parent)
-            with atomic_files.only_writer(folder) as alone:
-                if not alone:
-                    raise DataError(f"another process is writing {folder}")
-                if not (folder / INDEX).is_file():  # another process can have finished it meanwhile
-                    before = _write(index, folder, part, progress)
+        atomic_files.make_folder(folder.parent)
+        with atomic_files.only_writer(folder) as alone:
+            if not alone:
+                raise DataError(f"another process is writing {folder}")
+            if (folder / INDEX).is_file():
+                open_pack(folder, like=index, upright=index.upright)
+                return len(index)
+            return _write(index, folder, part, progress)
     except OSError as error:
         raise CannotWrite(
             f"cannot write the pack {folder}: {error.strerror or error}. {atomic_files.advice(error, '--output')} "
             f"The same command continues {part}"
         ) from error
-    if before is None:
-        open_pack(folder, like=index, upright=index.upright)
-        return len(index)
-    return before
 
 
 def _write(index: ImageIndex, folder: Path, part: Path, progress: Progress | None) -> int:
@@ -220,9 +203,8 @@ def _write_shards(index: ImageIndex, part: Path, progress: Progress | None) -> t
     room = 512 + (lengths[good] + 511) // 512 * 512 + np.where(index.labels[good] >= 0, 1024, 0)
     wanted = int(room.sum()) - sum(path.stat().st_size for path in part.glob("*.tar"))
     if wanted > (free := shutil.disk_usage(part).free):
-        size, unit = (1e9, "GB") if wanted >= 1e9 else (1e6, "MB")
         raise CannotWrite(
-            f"the pack {part} needs {wanted / size:,.1f} {unit} more, and its disk has {free / size:,.1f} {unit} left"
+            f"the pack {part} needs {wanted / 1e9:,.3f} GB more, and its disk has {free / 1e9:,.3f} GB left"
         )
     shard_of = np.unique((np.cumsum(room) - room) // SHARD_BYTES, return_inverse=True)[1]
     members, before, paths = np.zeros(len(index), MEMBER), 0, []

@@ -106,12 +106,7 @@ class Shards:
         return content
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
-        """Return the bytes of several images, uint8; the disk is asked for all before the first one is waited for."""
-        advise = getattr(os, "posix_fadvise", None)  # macOS has none
-        if advise is not None:
-            for shard, start, length, _ in self.members[indices].tolist():
-                if length:  # 0 would ask for all the rest of the file
-                    advise(self._files[shard].fileno(), start, length, os.POSIX_FADV_WILLNEED)
+        """Return the bytes of several images, uint8."""
         return [np.frombuffer(self.read(i), np.uint8) for i in indices]
 
     def damage(self, i: int) -> str | None:
@@ -144,10 +139,7 @@ def require_inside(paths: Sequence[Path], root: Path) -> None:
     """Raise DataError for a shard that is, or lies behind, a link that leads out of `root`."""
     for path in paths:
         if links_out(path, root):
-            raise DataError(
-                f"the shard {path} is a link that leads out of {root}: put the file itself there, or name the folder "
-                "that it is in"
-            )
+            raise DataError(f"the shard {path} is a link that leads out of {root}: put the file itself there")
 
 
 class Scan(NamedTuple):
@@ -210,18 +202,9 @@ def _require_end(file: int, end: int) -> None:
 
     It takes a damaged header, a lost page and the end of the first of two joined shards for the end.
     """
-    size = os.fstat(file).st_size
-    if _pread(file, _BLOCK, end) != bytes(_BLOCK):
-        raise ValueError(f"it is cut short or damaged after byte {end:,}")
-    if size - end > _PADDING:
-        text = f"it has {size - end:,} bytes after its end at byte {end:,}, more than any program writes"
-        raise ValueError(f"{text}: a copy that was not finished, a lost page, or shards that were joined")
-    rest = _pread(file, size - end, end)
-    if after := rest.lstrip(b"\0"):
-        raise ValueError(
-            f"it seems to end at byte {end:,}, and more follows at byte {size - len(after):,}: a lost page, or shards "
-            "that were joined"
-        )
+    rest = _pread(file, _PADDING + 1, end)
+    if not _BLOCK <= len(rest) <= _PADDING or rest.strip(b"\0"):
+        raise ValueError(f"it is cut short, damaged, or joined with another one, after byte {end:,}")
 
 
 class _HeaderReader(io.BufferedReader):

@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import re
 import tarfile
 from pathlib import Path
 from unittest import mock
@@ -138,41 +137,28 @@ def test_scan_shard_names_a_shard_cut_short_anywhere_or_no_tar(folder):
             open_pack(folder)
 
 
-@pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT])
-def test_scan_shard_names_a_damaged_header(tmp_path, kind):
-    """A header whose checksum is wrong is not taken for the end of the shard."""
-    path = tar_of(tmp_path / "a.tar", ("1.jpg", picture()), ("two.jpg", picture()), kind=kind)
-    content = bytearray(path.read_bytes())
-    content[content.index(b"two.jpg")] ^= 1
-    path.write_bytes(content)
-    said = r"a\.tar cannot be used: (it is cut short or damaged after byte|bad)"
-    with pytest.raises(DataError, match=said):
-        scan_shard(path)
-
-
 def lost(content: bytes, at: int, size: int) -> bytes:
     return content[:at] + bytes(size) + content[at + size :]
 
 
-HIDDEN = "seems to end at byte {at:,}, and more follows at byte"
-
-
 @pytest.mark.parametrize(
-    ("damaged", "said"),
+    "damaged",
     [
-        (lambda shard, at: lost(shard, at, 512), HIDDEN),
-        (lambda shard, at: lost(shard, at - 300, 812), HIDDEN),  # the page begins in the image before
-        (lambda shard, at: shard * 2, "follows at byte 10,240: a lost page, or shards that were joined"),
-        (lambda shard, at: shard.rstrip(b"\0") + bytes(1 << 17), "more than any program writes"),
+        lambda shard, at: shard[:at] + b"X" + shard[at + 1 :],  # its checksum is wrong
+        lambda shard, at: lost(shard, at, 512),
+        lambda shard, at: lost(shard, at - 300, 812),  # the page begins in the image before
+        lambda shard, at: shard * 2,
+        lambda shard, at: shard.rstrip(b"\0") + bytes(1 << 17),
     ],
-    ids=["header", "page", "joined", "zeros"],
+    ids=["header", "lost header", "page", "joined", "zeros"],
 )
-def test_scan_shard_names_images_that_a_lost_page_or_a_join_would_hide(folder, damaged, said):
+def test_scan_shard_names_images_that_a_lost_page_or_a_join_would_hide(folder, damaged):
     """A block of zeros is a tar's end, so the images behind it were silently left out."""
     path = tar_of(folder / "b.tar", *((f"{i}.jpg", picture()) for i in range(6)), kind=tarfile.USTAR_FORMAT)
     at = int(scan_shard(path).members["offset"][3]) - 512
     path.write_bytes(damaged(path.read_bytes(), at))
-    with pytest.raises(DataError, match=re.escape(said.format(at=at))):
+    said = r"b\.tar cannot be used: it is cut short, damaged, or joined with another one, after byte \d"
+    with pytest.raises(DataError, match=said):
         open_pack(path)
 
 
