@@ -3,31 +3,47 @@
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any, Literal
+
+import torch
 
 from fastsuncet.checkpoint.run_folder import RunStatus, refuse_existing
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.train import check_before_images
-from fastsuncet.config import Config
+from fastsuncet.config import Config, ConfigErrors, flat
 from fastsuncet.config.reader import as_yaml
 from fastsuncet.config.shipped import shipped
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
+from fastsuncet.distributed.ddp import require_compiler
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import ConfigError, Preempted
 from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.summary import device_name
 from fastsuncet.tuning import paths, processes
-from fastsuncet.tuning.chooser import Outcome, Rung, Values, climb
-from fastsuncet.tuning.rungs import candidates
+from fastsuncet.tuning.verdicts import Verdict
 from pipelines import atomic_files
+from pipelines.backend import MOST, cores_of_process, decode_threads
 from pipelines.output import say_line
 
 CHILD = 900.0  # seconds for one contender at most: torch.compile takes minutes
 
-Tried = tuple[Rung, Outcome]
+
+@dataclass(frozen=True)
+class Rung:
+    """One contender: config values that are tried on top of what won before them."""
+
+    name: str
+    values: dict[str, Any]  # dotted key of the config -> value
+    clock: Literal["step", "loop"] = "step"  # as of `processes.compare`, `exact` too
+    exact: bool = False
+
+
+Tried = tuple[Rung, Verdict]
 
 
 def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> int:
@@ -62,19 +78,21 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
             if place.first:
                 say_line(text)
 
-        def time_is_left() -> bool:
-            return broadcast_json(time.monotonic() < ends) and not any_rank(stopped())
-
-        def compare(rung: Rung, base: Values) -> Outcome:
-            seconds = min(CHILD, max(60.0, broadcast_json(ends - time.monotonic())))
-            return processes.compare(request, rung, base, seconds, stopped)
-
         say(f"speed    {paths.describe(plain, chosen)}")
         say(
             f"contenders: {len(rungs)}, at most {minutes:g} minutes: {', '.join(rung.name for rung in rungs)}"
         )
         found: list[Tried] = []
-        for rung, outcome in climb(rungs, compare, time_is_left):
+        base: dict[str, Any] = {}
+        for rung in rungs:
+            outcome, contender = Verdict("not tried: no time left", final=False), {**base, **rung.values}
+            left = broadcast_json(ends - time.monotonic())
+            if left > 0 and not any_rank(stopped()):
+                limits = min(CHILD, max(60.0, left)), stopped
+                outcome = processes.compare(
+                    request, base, contender, *limits, clock=rung.clock, exact=rung.exact
+                )
+            base = contender if outcome.won else base
             word = "won" if outcome.won else "not usable" if outcome.problem else "no gain"
             say(f"{rung.name:<24} {word:<11} {outcome.problem or _times(outcome)}")
             found.append((rung, outcome))
@@ -92,7 +110,7 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
     return 0
 
 
-def _times(outcome: Outcome) -> str:
+def _times(outcome: Verdict) -> str:
     """Return median and spread of both sides, and the gain."""
     sides = ([1e3 * f(side) for f in (median, min, max)] for side in (outcome.base, outcome.contender))
     before, after = ("{:.4g} ms ({:.4g} to {:.4g})".format(*numbers) for numbers in sides)
@@ -119,3 +137,55 @@ def write(output: Path, source: Path, found: Sequence[Tried], card: str) -> None
     # "x": another process could have written it meanwhile.
     with open(output, "x", encoding="utf-8") as stream:
         stream.write("\n".join([*lines, ""]))
+
+
+def candidates(asked: Config, config: Config, device: str) -> list[Rung]:
+    """Return the contenders on "cuda" or "cpu" for a config as `asked`, which runs as `config`, most promising first.
+
+    What is written in the config is never tried.
+    """
+    rungs = (_gpu if device == "cuda" else _cpu)(config)
+    return [rung for rung in rungs if _is_open(asked, config, rung)]
+
+
+def _is_open(asked: Config, config: Config, rung: Rung) -> bool:
+    """Return whether a rung changes the config, and nothing in it that was written."""
+    now = flat(config.canonical())
+    changed = [key for key, value in rung.values.items() if now[key] != value]
+    try:
+        config.with_values(rung.values)
+        if "meta.compile" in rung.values:
+            require_compiler()
+    except (ConfigErrors, ConfigError):
+        return False
+    return bool(changed) and not any(asked.is_written(key) for key in changed)
+
+
+def _gpu(config: Config) -> Iterator[Rung]:
+    yield Rung("CUDA graph", {"meta.cuda_graph": True}, exact=True)
+    yield Rung("compile", {"meta.compile": True, "model.fused_batchnorm": False})
+    both = config.criterion.instance != "none" and config.criterion.supervised_epochs != 0
+    yield from _loader(config, read_ahead=4, streams=1 + both)
+    # Its pixels are near those of the other decoder, not equal.
+    yield Rung("hardware JPEG decoder", {"data.hw_decoder_share": 1.0}, clock="loop")
+
+
+def _cpu(config: Config) -> Iterator[Rung]:
+    for count in _around(config.meta.threads or torch.get_num_threads()):
+        yield Rung(f"torch threads: {count}", {"meta.threads": count}, clock="loop")
+    yield from _loader(config, read_ahead=3)
+    yield Rung("compile", {"meta.compile": True})
+
+
+def _loader(config: Config, read_ahead: int, streams: int = 1) -> Iterator[Rung]:
+    for count in _around(decode_threads(config.data.decode_threads, streams=streams)):
+        yield Rung(f"decode threads: {count}", {"data.decode_threads": count}, clock="loop", exact=True)
+    yield Rung(f"read-ahead: {read_ahead}", {"data.prefetch": read_ahead}, clock="loop", exact=True)
+
+
+def _around(now: int) -> list[int]:
+    """Return other numbers of threads than `now`, up to one more than this process's share of the cores."""
+    share = max(1, cores_of_process())
+    most = min(share + 1, 2 * MOST)
+    tried = dict.fromkeys((share, most, share // 2, 1))
+    return [count for count in tried if 1 <= count <= most and count != now]

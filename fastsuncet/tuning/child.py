@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,9 +31,9 @@ from fastsuncet.kernels import switches
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, GraphedStep, tensors
 from fastsuncet.training.determinism import PRECISIONS, set_determinism
 from fastsuncet.training.step import build, train_step
-from fastsuncet.tuning.chooser import Outcome
 from fastsuncet.tuning.paths import PATHS
-from fastsuncet.tuning.trials import try_kernel
+from fastsuncet.tuning.trials import seconds, try_kernel
+from fastsuncet.tuning.verdicts import Verdict
 from pipelines.backend import NO_MEMORY
 
 WINDOWS = 4  # timed without a pause between them
@@ -73,7 +72,7 @@ def try_kernels(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) ->
             say({"path": path})
             trial = PATHS[path].trial
             assert trial is not None  # a graph is tried by `try_step`
-            say({"path": path, **try_kernel(path, trial(config, arithmetic), device)._asdict()})
+            say({"path": path, **vars(try_kernel(path, trial(config, arithmetic), device))})
 
 
 def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
@@ -88,14 +87,14 @@ def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> No
             problem = bench.problem(base, contender, exact=asked["exact"])
             # A rank that has left would keep the others waiting in the first collective of the timing.
             if any_rank(problem is not None):
-                found = Outcome(problem=problem)
+                found = Verdict(problem=problem)
             else:
                 found = bench.time(base, contender, asked["clock"])
         # Anything can end a contender, and the parent reports it.
         except Exception as error:
             kind = "" if isinstance(error, FastSuncetError) else f"{type(error).__name__}: "
             first = (str(error).splitlines() or [""])[0]
-            found = Outcome(problem=kind + first, final=isinstance(error, FastSuncetError))
+            found = Verdict(problem=kind + first, final=isinstance(error, FastSuncetError))
             say(vars(found))
             os._exit(1)  # the parents then end the other ranks, which can be in a collective
         say(vars(found))
@@ -210,22 +209,22 @@ class Bench:
                 yield from (x.cpu() for x in tensors(stream(step, self.supervised)))
 
     # ------------------------------------------------------------------------------------------------------ timing
-    def time(self, base: Config, contender: Config, clock: str) -> Outcome:
+    def time(self, base: Config, contender: Config, clock: str) -> Verdict:
         """Return the seconds of a step of both: the contender between two turns of the base, one alive at a time."""
         before, _ = self._turn(base, clock)
         found, left = self._turn(contender, clock)
         after, _ = self._turn(base, clock)
-        return Outcome(base=before + after, contender=found, memory_left=left)
+        return Verdict(base=before + after, contender=found, memory_left=left)
 
     def _turn(self, config: Config, clock: str) -> tuple[list[float], float]:
         """Return the seconds of a step in each window, and the share of the card's memory that stays free."""
-        cuda = self.place.device.type == "cuda"
+        device, cuda = self.place.device, self.place.device.type == "cuda"
         with self._side(config, clock) as call:
             skipped = max(self.warmup + 1, config.data.prefetch + 1)
-            self._seconds(call, skipped)
+            seconds(call, skipped, device)
             # Equal on all ranks, whose steps wait for each other.
-            steps = broadcast_json(max(1, min(50, round(SECONDS / self._seconds(call, 1)))))
-            found = [self._seconds(call, steps) for _ in range(WINDOWS)]
+            steps = broadcast_json(max(1, min(50, round(SECONDS / seconds(call, 1, device)))))
+            found = [seconds(call, steps, device) for _ in range(WINDOWS)]
             free, total = torch.cuda.mem_get_info() if cuda else (1, 1)
         if cuda:
             torch.cuda.empty_cache()
@@ -241,17 +240,6 @@ class Bench:
                 return
             with contextlib.closing(self.stream(config)) as stream:
                 yield lambda: update(stream(next(numbers), self.supervised), 1e-3)
-
-    def _seconds(self, call: Callable[[], Any], steps: int) -> float:
-        began = self._now()
-        for _ in range(steps):
-            call()
-        return (self._now() - began) / steps
-
-    def _now(self) -> float:
-        if self.place.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 def _refuse(line: str) -> NoReturn:

@@ -24,7 +24,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -40,8 +40,8 @@ from fastsuncet.optim import lars_apex
 from fastsuncet.optim.lars_apex import APEX
 from fastsuncet.training.summary import check_memory, speed_on_cpu
 from fastsuncet.tuning import processes, trials, verdicts
-from fastsuncet.tuning.chooser import Rung
-from fastsuncet.tuning.trials import SLOWER, Trial, Verdict
+from fastsuncet.tuning.trials import Trial
+from fastsuncet.tuning.verdicts import Verdict, if_not_slower
 from pipelines import cuda_compiler
 from pipelines.backend import dali_problem
 from pipelines.dali.view_operator import use as view_operator
@@ -283,16 +283,16 @@ def _try_kernels(request: dict, keys: Mapping[str, verdicts.Key], stopped: Calla
         lines, end = processes.run_child({**request, "try": missing}, os.environ, go_on)
         tried = ""
         for line in lines:
-            tried = line["path"]
-            if "reason" in line:
-                found[tried] = verdict = Verdict(line["reason"], line["milliseconds"], line["final"])
+            tried = line.pop("path")
+            if line:
+                found[tried] = verdict = Verdict(**line)
                 if verdict.final:
                     verdicts.keep(keys[tried], verdict)
                 tried = ""
         # The one that ended the process, or all where it could not even start. The others get another process.
         for path in [tried] if tried else missing if not lines else []:
             found[path] = Verdict(f"the process that tried it {end}", final=False)
-    return {path: verdict.reason for path, verdict in found.items() if verdict is not None}
+    return {path: verdict.problem for path, verdict in found.items() if verdict is not None}
 
 
 def _try_graph(
@@ -313,19 +313,16 @@ def _try_graph(
     step["optimizer"] = config.optimization.optimizer
     request = processes.request_of(config, arithmetic, per_class, paths)
     key = {"path": GRAPH, "shapes": {"step": step, "paths": request["paths"]}, **machine}
-    kept = broadcast_json(verdicts.read(key) if place.first else None)
-    if kept is not None:
+    kept = verdicts.read(key) if place.first else None
+    if kept := broadcast_json(kept and [kept.problem]):
         return kept[0]
     if place.first:
         say_line(f"speed: tries a {GRAPH}, once for this machine and this step")
-    rung = Rung(GRAPH, {"meta.cuda_graph": True}, exact=True)
-    found = processes.compare(request, rung, {"meta.cuda_graph": False}, SECONDS, stopped)
-    reason = found.problem
-    if reason and "other bits" in reason and place.world_size > 1:
-        reason += "; NCCL's registered buffers can be why: set NCCL_GRAPH_REGISTER=0 and start again"
-    if reason is None and found.gain * SLOWER < 1:
-        reason = f"it is slower: {1 / found.gain:.2f} times as long a step"
-    verdict = Verdict(reason, (1e3 * median(found.contender), 1e3 * median(found.base)), found.final)
+    without, with_it = ({"meta.cuda_graph": value} for value in (False, True))
+    verdict = if_not_slower(processes.compare(request, without, with_it, SECONDS, stopped, exact=True))
+    if verdict.problem and "other bits" in verdict.problem and place.world_size > 1:
+        hint = "; NCCL's registered buffers can be why: set NCCL_GRAPH_REGISTER=0 and start again"
+        verdict = replace(verdict, problem=verdict.problem + hint)
     if place.first and verdict.final:
         verdicts.keep(key, verdict)
-    return verdict.reason
+    return verdict.problem

@@ -10,14 +10,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from fastsuncet.config import Arithmetic, Config
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
 from fastsuncet.paths import cli_command
-from fastsuncet.tuning.chooser import Outcome, Rung, Values, judge
+from fastsuncet.tuning.verdicts import Verdict, judge
 
 POLL = 0.05  # seconds
 # Where a traceback of Python, or the end of a C++ program, has the error. Three lines of advice follow one of CUDA.
@@ -63,11 +63,22 @@ def request_of(
 
 
 def compare(
-    request: Mapping[str, Any], rung: Rung, base: Values, seconds: float, stopped: Callable[[], bool]
-) -> Outcome:
-    """Prove a rung and time it against `base`, in a child of every rank; `request` is `request_of`'s. Collective."""
-    sides = {"base": base, "contender": {**base, **rung.values}, "clock": rung.clock, "exact": rung.exact}
-    return judge([Outcome(**each) for each in run_children({**request, **sides}, seconds, stopped)])
+    request: Mapping[str, Any],
+    base: Mapping[str, Any],
+    contender: Mapping[str, Any],
+    seconds: float,
+    stopped: Callable[[], bool],
+    *,
+    clock: Literal["step", "loop"] = "step",
+    exact: bool = False,
+) -> Verdict:
+    """Prove and time one set of config values against another, in a child of every rank. Collective.
+
+    `request` is `request_of`'s. The clock times steps on a fixed batch, or steps that read their images; `exact`: the
+    proof is the bits of the base.
+    """
+    sides = {"base": base, "contender": contender, "clock": clock, "exact": exact}
+    return judge([Verdict(**each) for each in run_children({**request, **sides}, seconds, stopped)])
 
 
 def run_children(

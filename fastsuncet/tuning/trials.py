@@ -7,7 +7,6 @@ of torch that were never tried together.
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,12 @@ from fastsuncet.optim.device_lr import fill
 from fastsuncet.optim.lars import lars_auto
 from fastsuncet.training.cuda_graph import capture_on_device
 from fastsuncet.training.determinism import PRECISIONS
+from fastsuncet.tuning.verdicts import Verdict, if_not_slower
 from pipelines.backend import lack_of_gpu_memory
 from pipelines.cuda_compiler import KernelError
 from pipelines.dali.view_operator import use as view_operator
 from pipelines.data_errors import DataError
 
-SLOWER = 1.03  # a path is slower than its twin beyond the noise of timing
 ROUNDS, REPEATED = 7, 3  # of a timing, and how often a round repeats the work
 
 
@@ -44,14 +43,6 @@ class Trial(NamedTuple):
     work: Callable[[torch.device], Callable[[], None]] | None
 
 
-class Verdict(NamedTuple):
-    """What a trial found."""
-
-    reason: str | None  # why the path is not used, None if it is
-    milliseconds: tuple[float, float] | None = None  # with it and without
-    final: bool = True  # False: another try can end otherwise, as after a lack of memory
-
-
 def try_kernel(name: str, trial: Trial, device: torch.device) -> Verdict:
     """Prove a kernel on `device` and time it against its twin, on the stream of a rank.
 
@@ -59,29 +50,28 @@ def try_kernel(name: str, trial: Trial, device: torch.device) -> Verdict:
     the process. Waits for the device.
     """
     try:
-        reason, final = switches.why_not(device, trial.prove), True
-        times = None if reason or trial.work is None else milliseconds(name, device, trial.work)
+        if (reason := switches.why_not(device, trial.prove)) or trial.work is None:
+            return Verdict(reason)
+        base, contender = times_of(name, device, trial.work)
+        return if_not_slower(Verdict(base=base, contender=contender))
     except torch.OutOfMemoryError:
-        reason, times, final = f"the device has too little memory for the trial of {name}", None, False
+        return Verdict(f"the device has too little memory for the trial of {name}", final=False)
     finally:
         torch.cuda.empty_cache()
-    if times and times[0] > SLOWER * times[1]:
-        reason = f"slower than PyTorch's operators: {times[0]:.3g} ms against {times[1]:.3g} ms"
-    return Verdict(reason, times, final)
 
 
-def milliseconds(
+def times_of(
     source: str, device: torch.device, prepare: Callable[[torch.device], Callable[[], None]]
-) -> tuple[float, float]:
-    """Return how long the work of `prepare` takes with the kernels of `source` and without, in milliseconds.
+) -> tuple[list[float], list[float]]:
+    """Return the seconds that the work of `prepare` takes without the kernels of `source` and with them, by round.
 
-    Medians of rounds that take turns, after one that compiles and allocates. The time is the GPU's: a small step is
-    launched as one graph, and in a large one the host launches while the GPU computes. Waits for the device. The
-    kernels, which were proved before, are on afterwards.
+    The sides take turns, after a round that compiles and allocates. The time is the GPU's: a small step is launched as
+    one graph, and in a large one the host launches while the GPU computes. Waits for the device. The kernels, which
+    were proved before, are on afterwards.
     """
     work = prepare(device)
     calls, found = [], ([], [])
-    sides = (None, "timed without them")
+    sides = ("timed without them", None)
     for reason in sides:
         switches.switch(source, device, reason)
         work()
@@ -89,10 +79,8 @@ def milliseconds(
     for _ in range(1 + ROUNDS):
         for reason, call, times in zip(sides, calls, found):
             switches.switch(source, device, reason)
-            times.append(_seconds(call, device))
-    switches.switch(source, device, None)
-    ours, twins = (1e3 * median(times[1:]) for times in found)
-    return ours, twins
+            times.append(seconds(call, REPEATED, device))
+    return found[0][1:], found[1][1:]
 
 
 def _captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -105,13 +93,15 @@ def _captured(work: Callable[[], None], device: torch.device) -> Callable[[], No
         return work
 
 
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    torch.cuda.synchronize(device)
+def seconds(call: Callable[[], Any], times: int, device: torch.device) -> float:
+    """Return how long one of so many calls takes. Waits for the device."""
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
     began = time.perf_counter()
-    for _ in range(REPEATED):
-        work()
-    torch.cuda.synchronize(device)
-    return (time.perf_counter() - began) / REPEATED
+    for _ in range(times):
+        call()
+    wait()
+    return (time.perf_counter() - began) / times
 
 
 # ------------------------------------------------------------------------------- the trial of each kernel, of a config

@@ -11,10 +11,10 @@ import pytest
 
 from fastsuncet import cli
 from fastsuncet.commands import tune
+from fastsuncet.commands.tune import Rung, candidates
 from fastsuncet.config import load_config
 from fastsuncet.errors import CheckpointError, ConfigError
-from fastsuncet.tuning.chooser import Outcome, Rung
-from fastsuncet.tuning.rungs import candidates
+from fastsuncet.tuning.verdicts import Verdict
 from pipelines import backend
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, shorten_tuning
@@ -28,7 +28,7 @@ def tune_on_a_rank(rank: int, world_size: int, folder: str) -> str:
     """Tune as the command does, and return what it prints."""
     words = [str(CONFIGS / "digits_demo.yaml"), *WRITTEN, *SMALL, f"logging.folder={folder}"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
-        patch.setattr(tune.Outcome, "won", property(lambda outcome: outcome.problem is None))
+        patch.setattr(tune.Verdict, "won", property(lambda outcome: outcome.problem is None))
         shorten_tuning(patch)
         assert cli.main(["tune", *words, "--minutes", "20", "--output", f"{folder}/fast.yaml"]) == 0
     return printed.getvalue()
@@ -50,12 +50,33 @@ def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(tmp_path, monkeypat
     clock, status = [0.0], tmp_path / ".preempted-fast.json"
     words = ["tune", "digits_demo", *WRITTEN, "--minutes", "1", "--output", str(tmp_path / "fast.yaml")]
     monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
-    monkeypatch.setattr(tune.processes, "compare", lambda *_: pytest.fail("a contender is tried"))
+    monkeypatch.setattr(tune.processes, "compare", lambda *_, **__: pytest.fail("a contender is tried"))
     monkeypatch.setattr(tune.paths, "choose", lambda *_: signal.raise_signal(signal.SIGTERM) or {})
     assert cli.main(words) == json.loads(status.read_text())["exit_code"] == 75
     monkeypatch.setattr(tune.paths, "choose", lambda *_: clock.append(61.0) or {})
     assert cli.main(words) == 0 and not status.exists()
     assert "not tried: no time left" in capsys.readouterr().out
+
+
+def test_tune_tries_each_contender_on_those_that_won(tmp_path, monkeypatch):
+    rungs = [Rung("a", {"data.prefetch": 3}), Rung("b", {"meta.threads": 2}), Rung("c", {"meta.threads": 1})]
+    asked, found = (
+        [],
+        iter(
+            [
+                Verdict(base=[2.0], contender=[1.0]),
+                Verdict("other bits"),
+                Verdict(base=[1.0], contender=[1.0]),
+            ]
+        ),
+    )
+    monkeypatch.setattr(tune, "candidates", lambda *_: rungs)
+    monkeypatch.setattr(
+        tune.processes, "compare", lambda _, *sides, **__: asked.append(sides[:2]) or next(found)
+    )
+    assert cli.main(["tune", "digits_demo", "--output", str(tmp_path / "fast.yaml")]) == 0
+    won = {"data.prefetch": 3}
+    assert asked == [({}, won), (won, {**won, "meta.threads": 2}), (won, {**won, "meta.threads": 1})]
 
 
 def test_tune_replaces_no_file(tmp_path):
@@ -77,8 +98,8 @@ def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):
     base.parent.mkdir()
     base.write_text("base: digits_demo\n")
 
-    def outcome(name: str, values: dict, seconds: float) -> tuple[Rung, Outcome]:
-        return Rung(name, values), Outcome(base=[0.02, 0.021], contender=[seconds])
+    def outcome(name: str, values: dict, seconds: float) -> tuple[Rung, Verdict]:
+        return Rung(name, values), Verdict(base=[0.02, 0.021], contender=[seconds])
 
     found = [
         outcome("CUDA graph", {"meta.cuda_graph": True}, 0.01),

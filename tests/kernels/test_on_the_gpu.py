@@ -63,7 +63,7 @@ def test_every_kernel_agrees_with_its_twin_on_a_runs_own_shapes(config):
         for name, path in PATHS.items():
             if path.trial and not path.excluded(config, sizes) and not path.missing():
                 verdict = try_kernel(name, path.trial(config, sizes), GPU)
-                assert verdict.reason is None, (name, verdict)
+                assert verdict.problem is None, (name, verdict)
     for dtype in norm_kernel.ELEMENTS:
         norm_kernel.prove(GPU, dtypes=[dtype])
 

@@ -10,7 +10,7 @@ from fastsuncet.kernels import switches
 from fastsuncet.optim import lars_apex
 from fastsuncet.tuning import processes, verdicts
 from fastsuncet.tuning.paths import GRAPH
-from fastsuncet.tuning.trials import Verdict
+from fastsuncet.tuning.verdicts import Verdict
 from pipelines import cuda_compiler
 from pipelines.dali.view_operator import use
 from tests.support.runs import CONFIGS
@@ -52,10 +52,10 @@ class Children:
         self.seconds += 10 + 5 * len(request["try"])
         for path in request["try"]:
             lines.append({"path": path})
-            verdict = self.found.get(path, Verdict(None, (1.0, 2.0)))
+            verdict = self.found.get(path, Verdict())
             if isinstance(verdict, str):
                 return lines, f"was killed by {verdict}: no output"
-            lines.append({"path": path, **verdict._asdict()})
+            lines.append({"path": path, **vars(verdict)})
         return lines, "ended with exit code 0: no output"
 
     def run_all(self, request, seconds, stopped):

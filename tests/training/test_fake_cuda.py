@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fastsuncet import paws
+from fastsuncet.commands.tune import candidates
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.place import Place
@@ -19,7 +20,6 @@ from fastsuncet.metrics import interval
 from fastsuncet.models import resnet
 from fastsuncet.training.determinism import PRECISIONS
 from fastsuncet.training.step import build, train_step
-from fastsuncet.tuning.rungs import candidates
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
 from tests.support.methods import METHODS, small
 from tests.support.networks import narrow_resnet50, one_block

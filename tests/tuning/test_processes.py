@@ -7,7 +7,6 @@ import time
 import pytest
 
 from fastsuncet.tuning import processes
-from fastsuncet.tuning.chooser import Rung
 from tests.support.ranks import is_alive, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -61,7 +60,7 @@ def test_run_child_says_how_one_died(monkeypatch, code, end):
     assert child(monkeypatch, code) == ([], end)
 
 
-def test_compare_asks_for_the_rung_on_top_of_its_base(monkeypatch):
+def test_compare_asks_the_children_and_judges_them(monkeypatch):
     asked = []
 
     def run_children(request, seconds, stopped):
@@ -69,11 +68,13 @@ def test_compare_asks_for_the_rung_on_top_of_its_base(monkeypatch):
         return [{"base": [2.0], "contender": [1.0]}, {"base": [2.0], "contender": [1.6]}]
 
     monkeypatch.setattr(processes, "run_children", run_children)
-    base = {"data.prefetch": 3, "meta.threads": 1}
-    rung = Rung("threads", {"meta.threads": 2}, "loop", exact=True)
-    found = processes.compare({"config": {}}, rung, base, 60, lambda: False)
-    sides = {"base": base, "contender": base | {"meta.threads": 2}, "clock": "loop", "exact": True}
-    assert asked == [{"config": {}, **sides}] and found.won and found.gain == 2 / 1.6
+    sides = {"base": {"meta.threads": 1}, "contender": {"meta.threads": 2}}
+    found = processes.compare({"config": {}}, *sides.values(), 60, lambda: False, clock="loop", exact=True)
+    assert (
+        asked == [{"config": {}, **sides, "clock": "loop", "exact": True}]
+        and found.gain == 2 / 1.6
+        and found.won
+    )
 
 
 ENDINGS = {"fails": "1: lost", "cannot start": "descriptor", "is stopped": ""}

@@ -1,4 +1,4 @@
-"""Verdicts are kept for later starts, and read only where they are whole and this user's own."""
+"""What follows from proofs and times. Verdicts are kept, and read only where they are whole and this user's own."""
 
 import ctypes
 import json
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastsuncet.tuning import verdicts
-from fastsuncet.tuning.trials import Verdict
+from fastsuncet.tuning.verdicts import Verdict, judge
 from pipelines import cuda_compiler
 from tests.support.checkpoints import HARMS
 from tests.support.pretended import pretend
@@ -20,7 +20,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 KEY = {"path": "x.cu", "shapes": (1, 2)}
-KEPT = Verdict("slower", [2.0, 1.0])
+KEPT = Verdict("slower")
 
 
 def test_verdict_is_kept_whole_and_for_its_key_only(capsys):
@@ -95,3 +95,39 @@ def test_run_needs_no_folder_for_its_verdicts(monkeypatch, capsys, error):
     assert verdicts.read(KEY) is None
     verdicts.keep(KEY, KEPT)
     assert f"x.cu cannot be kept for later runs: {error}" in capsys.readouterr().out
+
+
+NOISE = (1.0, 1.01, 0.99)
+
+
+def report(contender: float, noise=NOISE, **more) -> Verdict:
+    """Return a rank's report, with the same noise on both sides."""
+    sides = {"base": list(noise), "contender": [contender * n for n in noise]}
+    return Verdict(**sides, **more)
+
+
+ENDED = Verdict(problem="was killed by SIGKILL", final=False)
+
+
+TIGHT = [report(0.8, memory_left=0.5), report(0.8, memory_left=0.05)]
+
+
+@pytest.mark.parametrize(
+    ("reports", "won", "problem"),
+    [
+        pytest.param([report(0.8)], True, None, id="a win"),
+        pytest.param([report(1.2)], False, None, id="a loss"),
+        pytest.param([report(0.98)], False, None, id="less than the margin"),
+        pytest.param([report(0.8, noise=(1.0, 0.7, 1.1))], False, None, id="less than the noise"),
+        pytest.param([Verdict(problem="other bits")], False, "other bits", id="a failing proof"),
+        pytest.param([report(0.8), ENDED], False, "rank 1: was killed by SIGKILL", id="one rank"),
+        pytest.param([ENDED, Verdict(problem="bits")], False, "rank 1: bits", id="the reason first"),
+        pytest.param([report(0.8), report(1.1)], False, None, id="the slowest rank counts"),
+        pytest.param([report(0.8), report(0.9)], True, None, id="two ranks"),
+        pytest.param([report(0.8, memory_left=0.09)], True, None, id="enough memory"),
+        pytest.param(TIGHT, False, "leaves 5% of the memory free, 8% are needed", id="too little memory"),
+    ],
+)
+def test_judge(reports, won, problem):
+    outcome = judge(reports)
+    assert (outcome.won, outcome.problem) == (won, problem)
