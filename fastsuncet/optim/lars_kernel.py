@@ -2,18 +2,28 @@
 
 A group with `lars=False` needs no norms and is one launch, so a model with biases and BatchNorm in a plain
 group takes three. Once a list of tensors has been seen, nothing is allocated, copied or waited for.
+
+Where lars.cu cannot be used, and NVIDIA's apex is installed, its multi-tensor kernels move 48. They are those of the
+extension module `amp_C` (csrc/ of github.com/NVIDIA/apex), which NVIDIA's images have; the package named apex on the
+registry is another project's. They take the learning rate from the host, so a step whose rate only the device knows,
+as in a CUDA graph, is refused.
 """
 
+# pyright: reportPrivateImportUsage=false
+
 import ctypes
+import functools
+import importlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastsuncet.kernels import launcher
 from fastsuncet.kernels.switches import require_close
-from fastsuncet.optim.device_lr import fill
-from fastsuncet.optim.lars_foreach import LARSSettings, lars_foreach
+from fastsuncet.optim.device_lr import fill, on_host
+from fastsuncet.optim.lars import LARSSettings, lars_foreach, trust_ratios
 from pipelines.cuda_compiler import KernelError
 
 THREADS = 256
@@ -21,6 +31,8 @@ THREADS = 256
 CHUNK = 8192
 # Tensors per launch: their gradients' addresses and the rest stay under the 4 KB that any driver takes.
 TENSORS = 448
+APEX = "apex"  # the name of the path
+APEX_CHUNK = 2048 * 32  # elements of a block, as apex itself has it
 
 
 class UnsupportedTensors(KernelError):
@@ -139,3 +151,66 @@ def prove(
         lars_foreach(twin, grads, buffers[1], lr, settings, *scaling)
     require_close("LARS' weights", torch.cat(kernel), torch.cat(twin))
     require_close("LARS' momentum", torch.cat(buffers[0]), torch.cat(buffers[1]))
+
+
+@functools.cache
+def apex() -> Any:
+    """Return apex's module of kernels, None where it is not installed or cannot be loaded."""
+    try:
+        return importlib.import_module("amp_C")
+    except (ImportError, OSError):
+        return None
+
+
+def lars_apex(
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    lr: float | Tensor,
+    settings: LARSSettings,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Update `params` and `buffers` in place, as `lars_foreach` does. No host sync.
+
+    The tensors are those that `lars_kernel` takes. Raises UnsupportedTensors for others, without momentum, for a
+    learning rate that only the device knows, and where apex is not installed.
+    """
+    s, kernels, rate = settings, apex(), on_host(lr)
+    reason = why_not(params, grads, buffers, lr, grad_scale, found_inf)
+    if s.momentum == 0:
+        reason = "without momentum its SGD leaves the buffers as they are"
+    elif rate is None and not s.lr_in_momentum:
+        reason = "only the device knows the learning rate"
+    if kernels is None or reason:
+        reason = reason or "NVIDIA's apex is not installed"
+        raise UnsupportedTensors(f"LARS: apex cannot take these tensors: {reason}")
+    # Nothing is written where the first flag is set. The norms set the second one, which nothing reads.
+    skip, overflow = torch.zeros(2, 1, dtype=torch.int32, device=params[0].device)
+    if found_inf is not None:
+        skip = (found_inf != 0).to(torch.int32).view(1)
+    if grad_scale is not None:
+        grads = list(torch._foreach_mul(grads, grad_scale.reciprocal()))
+    d, decay = grads, float(s.weight_decay)
+    if s.lars or s.lr_in_momentum:
+        d, decay = list(torch._foreach_add(grads, params, alpha=decay)), 0.0
+    if s.lars:
+        w_norm, g_norm = (
+            kernels.multi_tensor_l2norm(APEX_CHUNK, overflow, [x], True)[1] for x in (params, grads)
+        )
+        torch._foreach_mul_(d, list(trust_ratios(w_norm, g_norm, s).unbind()))
+    if s.lr_in_momentum:
+        torch._foreach_mul_(d, lr)
+        rate = 1.0
+    # weight decay, momentum, dampening, rate, nesterov, first run, decay after momentum, scale of the gradients
+    rule = (decay, float(s.momentum), 0.0, rate, s.nesterov, False, False, 1.0)
+    kernels.multi_tensor_sgd(APEX_CHUNK, skip, [d, params, buffers], *rule)
+
+
+def prove_apex(device: torch.device, sizes: Iterable[int] = ()) -> None:
+    """Compare four steps of apex and foreach, as `prove` does. Raises KernelError."""
+    try:
+        prove(device, sizes, lars_apex)
+    # An extension of another version of torch or CUDA, or with other arguments.
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise KernelError(f"apex: {error}") from error

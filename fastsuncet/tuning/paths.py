@@ -36,8 +36,8 @@ from fastsuncet.distributed.collectives import any_rank, broadcast_json, gather_
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.kernels import switches
-from fastsuncet.optim import lars_apex
-from fastsuncet.optim.lars_apex import APEX
+from fastsuncet.optim import lars_kernel
+from fastsuncet.optim.lars_kernel import APEX
 from fastsuncet.training.summary import check_memory, speed_on_cpu
 from fastsuncet.tuning import processes, trials, verdicts
 from fastsuncet.tuning.trials import Trial
@@ -128,14 +128,14 @@ def _no_kernels() -> str | None:
 
 
 def _no_apex() -> str | None:
-    return switches.switched_off() or (None if lars_apex.extension() else "NVIDIA's apex is not installed")
+    return switches.switched_off() or (None if lars_kernel.apex() else "NVIDIA's apex is not installed")
 
 
 def _no_view_operator() -> str | None:
     return switches.switched_off() or dali_problem() or view_operator.state()[1]
 
 
-LARS, VIEWS = "optim/lars_foreach.py", "DALI's own operators"
+LARS, VIEWS = "optim/lars.py", "DALI's own operators"
 BATCHNORM = "torch's BatchNorm, models/sync_batchnorm.py over ranks"
 # In this order they are tried.
 PATHS = {

@@ -19,7 +19,7 @@ from fastsuncet.models import norm_kernel
 from fastsuncet.models.flops import network_cost
 from fastsuncet.models.fused_batchnorm import FusedNorm
 from fastsuncet.models.resnet import build_model
-from fastsuncet.optim import LARSSettings, lars_apex, lars_kernel
+from fastsuncet.optim import LARSSettings, lars_kernel
 from fastsuncet.optim.device_lr import fill
 from fastsuncet.optim.lars import lars_auto
 from fastsuncet.training.cuda_graph import capture_on_device
@@ -116,7 +116,7 @@ def apex(config: Config, arithmetic: Arithmetic) -> Trial:
     """Try apex's kernels in the place of lars.cu."""
     sizes = lars(config, arithmetic).shapes
     work = partial(_lars_work, sizes=sizes, without="lars.cu")
-    return Trial(sizes, partial(lars_apex.prove, sizes=sizes), work)
+    return Trial(sizes, partial(lars_kernel.prove_apex, sizes=sizes), work)
 
 
 def _lars_work(device: torch.device, sizes: list[int], without: str = "") -> Callable[[], None]:

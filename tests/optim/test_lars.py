@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from fastsuncet.models.resnet import build_model
-from fastsuncet.optim import LARS, LARSSettings, lars_apex, lars_kernel, parameter_groups
+from fastsuncet.optim import LARS, LARSSettings, lars_kernel, parameter_groups
 from tests.support.amp_c import StandIn
 from tests.support.host_kernels import SIZES, on_the_host
 from tests.support.networks import give_gradients, tiny_network
@@ -219,7 +219,7 @@ class Run(RuleBasedStateMachine):
 @pytest.mark.parametrize("implementation", ["foreach", "kernel", "apex"])
 def test_lars_follows_the_formula(implementation, monkeypatch):
     """The kernel's own source runs thread for thread on the CPU, apex's kernels by a stand-in."""
-    monkeypatch.setattr(lars_apex, "extension", StandIn)
+    monkeypatch.setattr(lars_kernel, "apex", StandIn)
     machine = type("Run", (Run,), {"implementation": implementation})
     # Without a shorter example, whose search takes minutes.
     phases = [phase for phase in hypothesis.Phase if phase.name not in ("shrink", "explain")]

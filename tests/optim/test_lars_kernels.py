@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastsuncet.kernels import switches
-from fastsuncet.optim import LARS, LARSSettings, lars, lars_apex, lars_kernel, parameter_groups
+from fastsuncet.optim import LARS, LARSSettings, lars, lars_kernel, parameter_groups
 from fastsuncet.optim.device_lr import fill, on_host
 from pipelines.cuda_compiler import KernelError
 from tests.support.amp_c import StandIn
@@ -78,14 +78,14 @@ def test_lars_kernel_proof_fails_when_kernel_and_foreach_differ(monkeypatch):
 @pytest.fixture
 def apex(monkeypatch):
     stand_in = StandIn()
-    monkeypatch.setattr(lars_apex, "extension", lambda: stand_in)
+    monkeypatch.setattr(lars_kernel, "apex", lambda: stand_in)
     return stand_in
 
 
 def test_lars_apex_shows_a_gradient_that_is_not_finite(apex):
     """The norms' kernel sets its flag then, which must not skip the step: training would go on without a word."""
     p, b = torch.ones(3), torch.zeros(3)
-    lars_apex.lars_apex([p], [torch.tensor([1.0, torch.nan, 1.0])], [b], 0.1, LARSSettings())
+    lars_kernel.lars_apex([p], [torch.tensor([1.0, torch.nan, 1.0])], [b], 0.1, LARSSettings())
     assert p.isnan().any() and b.isnan().any()
 
 
@@ -97,7 +97,7 @@ def test_lars_apex_refuses_what_it_would_compute_otherwise(apex, monkeypatch):
         (LARSSettings(lr_in_momentum=True), torch.tensor(0.1).double(), "a setting is torch.float64"),
     ):
         with pytest.raises(KernelError, match=reason):
-            lars_apex.lars_apex(*tensors, lr, settings)
+            lars_kernel.lars_apex(*tensors, lr, settings)
     fill(rate, 0.1)
     assert on_host(rate) == 0.1
     rate.mul_(2)  # by others
@@ -106,20 +106,20 @@ def test_lars_apex_refuses_what_it_would_compute_otherwise(apex, monkeypatch):
     assert on_host(rate) is None
     assert apex.calls == []
     monkeypatch.undo()
-    if lars_apex.extension() is None:
+    if lars_kernel.apex() is None:
         with pytest.raises(KernelError, match="is not installed"):
-            lars_apex.lars_apex(*tensors, 0.1, LARSSettings())
+            lars_kernel.lars_apex(*tensors, 0.1, LARSSettings())
 
 
 def test_lars_apex_is_proved_against_foreach(apex, monkeypatch):
-    lars_apex.prove(HERE, sizes=[100])
+    lars_kernel.prove_apex(HERE, sizes=[100])
     real = apex.multi_tensor_sgd
     monkeypatch.setattr(apex, "multi_tensor_sgd", lambda *a: real(*a[:4], 0.8, *a[5:]))
     with pytest.raises(KernelError, match="LARS' weights differs from its twin"):
-        lars_apex.prove(HERE)
+        lars_kernel.prove_apex(HERE)
     monkeypatch.setattr(apex, "multi_tensor_sgd", lambda *_: exec("raise TypeError('11 arguments')"))
     with pytest.raises(KernelError, match="apex: 11 arguments"):
-        lars_apex.prove(HERE)
+        lars_kernel.prove_apex(HERE)
 
 
 class OnGPU(torch.Tensor):

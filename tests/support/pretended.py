@@ -7,7 +7,7 @@ import torch
 
 from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.kernels import switches
-from fastsuncet.optim import lars_apex
+from fastsuncet.optim import lars_kernel
 from fastsuncet.tuning import processes, verdicts
 from fastsuncet.tuning.paths import GRAPH
 from fastsuncet.tuning.verdicts import Verdict
@@ -31,7 +31,7 @@ def pretend(patch: pytest.MonkeyPatch, folder: Path, **machine) -> None:
     patch.setattr(switches, "_reasons", {})
     patch.setattr(use, "proved", set())
     patch.setattr(cuda_compiler, "unavailable", lambda: None)
-    patch.setattr(lars_apex, "extension", lambda: None)
+    patch.setattr(lars_kernel, "apex", lambda: None)
     card = {"card": "a card", "driver": "1", "memory": 1 << 50, **machine}
     patch.setattr(verdicts, "describe_machine", lambda device: card)
 

@@ -15,7 +15,7 @@ from fastsuncet.config import ConfigErrors
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.kernels import switches
-from fastsuncet.optim import lars_apex
+from fastsuncet.optim import lars_kernel
 from fastsuncet.tuning import paths, processes, verdicts
 from fastsuncet.tuning.paths import APEX, GRAPH, GRAPH_VIEWS, PATHS, STAYS_OFF, VIEW, describe, resolved
 from fastsuncet.tuning.verdicts import Verdict
@@ -167,7 +167,7 @@ def test_continued_run_obeys_what_was_chosen(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("lars", "chosen"), [(None, "lars.cu"), ("no NVRTC", APEX)])
 def test_apex_is_used_where_it_is_installed_and_lars_cu_is_not(monkeypatch, lars, chosen):
-    monkeypatch.setattr(lars_apex, "extension", lambda: "amp_C")
+    monkeypatch.setattr(lars_kernel, "apex", lambda: "amp_C")
     Children(monkeypatch, lars_cu=Verdict(lars))
     found = choose(*paper(64, NO_GRAPH))
     assert [path for path in used(found) if path in ("lars.cu", APEX)] == [chosen]

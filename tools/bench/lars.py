@@ -18,8 +18,8 @@ from torch import Tensor
 from fastsuncet.distributed.place import pick_device
 from fastsuncet.kernels.switches import why_not
 from fastsuncet.models.resnet import build_model
-from fastsuncet.optim import LARS, lars_apex
-from fastsuncet.optim.lars_kernel import prove
+from fastsuncet.optim import LARS
+from fastsuncet.optim.lars_kernel import apex, prove
 from tools.bench import harness
 
 ROUNDS = 21
@@ -45,7 +45,7 @@ def contenders(params: list[Tensor], *, kernel: bool = False) -> dict[str, Calla
         # The learning rate is on the device, as in a run, so that a graph reads its present value.
         lr = torch.full((), RATE, device=params[0].device)
         found[KERNEL] = LARS(params, lr, **ours, implementation="kernel")
-    if params[0].is_cuda and lars_apex.extension() is not None:
+    if params[0].is_cuda and apex() is not None:
         found[APEX] = LARS(params, RATE, **ours, implementation="apex")
     found[OURS] = LARS(params, RATE, **ours, implementation="foreach")
     found[TIMM] = Lars(params, RATE, trust_coeff=TRUST, eps=EPS, **RULE)
