@@ -12,14 +12,14 @@ A loss gives its ids, its weights and its level. For NT-Xent and SuNCEt, level_i
 one close positive is enough (equations 1 and 2). For L_sup_out, level_i = mean_{j in P(i)} l_ij: every positive
 is pulled (appendix H). The sweep takes R anchors at a time and turns their R x M logits into the gradient
 at once: three matrix products per chunk, and never an N x M matrix. Backward only scales. On a CPU, a single
-process whose keys are its anchors needs only two products: contrast_symmetric.py.
+process whose keys are its anchors needs only two products (`sweep_pairs`).
 
 Everything is float32 (float64 stays), also under autocast: at temperature 0.1 a row of 4,096 exponentials
 without its maximum subtracted can reach 9e7, and float16 ends at 65,504. On CUDA the products' factors follow
 torch's TF32 switch, which is off by default (`methods.tf32_products`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -28,13 +28,14 @@ from torch import Tensor
 
 from fastsuncet.distributed.collectives import Group, all_gather_rows, gather_rows, rank, world_size
 from fastsuncet.losses.checks import at_least_float32
-from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE, chunks, sweep_pairs
 
 # The default R. Logits, p, t and two masks take 14 R M bytes in float32, 7 MB at 4,096 keys. On a CPU 96 to 256 rows
 # take the same time, and 512 take longer because they leave the cache; a small number keeps a process's peak well under
 # 40 MB at 4,096. On a GPU so few rows are thin products and many launches: with 8,192 keys an H200 took 2.9 ms by 1,024
 # rows, 1.8 by 4,096 and 1.7 at once (NT-Xent; SuNCEt 2.3, 1.9, 1.8), for 0.08, 0.28 and 0.28 GB.
 ROWS_PER_CHUNK, ROWS_PER_CHUNK_ON_CUDA = 128, 4096
+# Of `sweep_pairs`: x reaches down to exp(-2 / 0.025) = 2e-35, and below 1e-38 float32 has no full precision.
+LOWEST_TEMPERATURE = 0.025
 CUT = 13  # low bits of float32's mantissa that a tensor core ignores
 
 
@@ -125,6 +126,64 @@ def _sweep(
         if d_keys is not None:
             d_keys.addmm_(d_logits.T, q)
     return loss, (d_queries, d_keys)
+
+
+def sweep_pairs(
+    ids: Tensor, weights: Tensor, temperature: float, chunk: int, unit: Tensor, *, wanted: tuple[bool]
+) -> tuple[Tensor, tuple[Tensor | None]]:
+    """Return sum_i w_i L_i of unit rows (N, D) that are anchors and keys, and its gradient (N, D): each pair once.
+
+        x_ij = exp((cos(z_i, z_j) - 1) / temperature) = x_ji
+        A_i  = sum_{j != i} x_ij            B_i = sum_{j in P(i)} x_ij            L_i = log A_i - log B_i
+
+        d sum_i w_i L_i / d cos_ij  =  x_ij (w_i / A_i + w_j / A_j) / temperature, both directions together
+                                    -  x_ij (w_i / B_i + w_j / B_j) / temperature for positives
+
+    A chunk is R rows against themselves and all later rows. Its square holds its pairs in both directions; the
+    rest holds each pair once, and its transpose is added to the later rows. A and B must be complete before the
+    gradient, so the products are computed twice: four times half of N N D, where `_sweep` takes three whole
+    ones, and no second exponential. No maximum is subtracted: a cosine is at most 1, which x already contains.
+    """
+    everything, positives = torch.zeros_like(weights), torch.zeros_like(weights)
+    for rows in chunks(len(unit), chunk):
+        x, different = _similarities(unit, ids, rows, temperature)
+        _add_to_both(everything, rows, x)
+        _add_to_both(positives, rows, x.masked_fill_(different, 0))
+    # A row without a positive weighs nothing, and 0 times the logarithm of 0 would be NaN.
+    smallest = torch.finfo(unit.dtype).tiny
+    everything, positives = everything.clamp(min=smallest), positives.clamp(min=smallest)
+    loss = weights @ (everything.log() - positives.log())
+    if not wanted[0]:
+        return loss, (None,)
+    # How strongly each row is pushed from all others, w / A, and pulled to its positives, w / B.
+    push, pull = weights / everything, weights / positives
+    gradient = torch.zeros_like(unit)
+    for rows in chunks(len(unit), chunk):
+        x, different = _similarities(unit, ids, rows, temperature)
+        pulled = (pull[rows, None] + pull[rows.start :]).masked_fill_(different, 0)
+        x *= (push[rows, None] + push[rows.start :]).sub_(pulled)
+        gradient[rows].addmm_(x, unit[rows.start :])
+        gradient[rows.stop :].addmm_(x[:, len(x) :].T, unit[rows])
+    return loss, (gradient.div_(temperature),)
+
+
+def _similarities(unit: Tensor, ids: Tensor, rows: slice, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return x_ij of `rows` and of themselves and all later rows, 0 on the diagonal; and where ids differ."""
+    shift = unit.new_full((1,), -1 / temperature)
+    x = torch.addmm(shift, unit[rows], unit[rows.start :].T, alpha=1 / temperature).exp_()
+    x.diagonal().fill_(0)
+    return x, ids[rows, None] != ids[rows.start :]
+
+
+def _add_to_both(total: Tensor, rows: slice, x: Tensor) -> None:
+    """Add a chunk's pairs to the totals (N,) of their earlier and of their later row."""
+    total[rows] += x.sum(dim=1)
+    total[rows.stop :] += x[:, len(x) :].sum(dim=0)
+
+
+def chunks(rows: int, size: int) -> Iterator[slice]:
+    """Cut `rows` rows into slices of at most `size`."""
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
 def row_pass_for(example: Tensor) -> Callable[[Tensor, bool], Callable]:

@@ -29,8 +29,7 @@ from fastsuncet.losses.checks import (
     described,
     require_equal_shapes,
 )
-from fastsuncet.losses.contrast import outside_autocast, unit_rows
-from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE
+from fastsuncet.losses.contrast import LOWEST_TEMPERATURE, outside_autocast, unit_rows
 
 # Anchors at a time. A product with few rows is slow: on a CPU 128 take 1.4 times as long as 512, and 1,024 no less. On
 # a GPU every chunk costs launches: for 8,192 anchors an H200 took 27.9 ms by 1,024 and 3.5 at once (0.04 and 0.22 GB).

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fastsuncet
 from fastsuncet import nt_xent, suncet, sup_con
 from fastsuncet.losses import contrast, contrast_kernel
-from fastsuncet.losses.contrast_symmetric import LOWEST_TEMPERATURE
+from fastsuncet.losses.contrast import LOWEST_TEMPERATURE
 from pipelines.cuda_compiler import KernelError
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient, labeled_batch
