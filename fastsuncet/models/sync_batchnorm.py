@@ -8,7 +8,7 @@ same running statistics on every rank. The host reads no value of a tensor, so i
 
 An all-reduce gives every rank the same bits, with gloo and with NCCL; DDP's weights rely on that too. A gather of all
 ranks' statistics would be a ring with as many hops as ranks (docs/scaling.md). Where the kernels of norm_kernel.py run,
-they do all of it; else batchnorm_ops.py has the four passes over the activations.
+they do all of it; else `PlainPasses` or `CudaPasses` makes the four passes over the activations.
 
 Gradients: a rank's backward pass gives its inputs and parameters their share of the gradient of the SUM over
 ranks of the losses. DDP's mean over ranks then makes it, for the parameters, the gradient of the mean loss: that
@@ -26,7 +26,6 @@ from typing_extensions import Self
 from fastsuncet.distributed.collectives import sum_over_ranks_, world_size
 from fastsuncet.errors import ConfigError
 from fastsuncet.models import norm_kernel
-from fastsuncet.models.batchnorm_ops import passes_for
 
 
 def synchronize(model: nn.Module) -> nn.Module:
@@ -201,3 +200,122 @@ def batched(values: Sequence, size: int) -> Iterator[Sequence]:
     """Yield `size` values at a time. (itertools has it from Python 3.12 on.)"""
     for start in range(0, len(values), size):
         yield values[start : start + size]
+
+
+class PlainPasses:
+    """The four passes over a rank's own activations x (N, C, ...), on any device: the oracle of `CudaPasses`.
+
+    Forward: moments, then normalize. Backward: sums, then gradient, of dy. No autograd in any of them. Numbers of
+    channels are (C,), float32. About five reads or writes of the activations per pass, some in float32.
+    """
+
+    @staticmethod
+    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Return mean and variance (no correction) of each channel, at least float32."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        variance, mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
+        return mean, variance
+
+    @staticmethod
+    def normalize(
+        x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float
+    ) -> Tensor:
+        """Return (x - mean) * inverse * weight + bias, where `inverse` is 1 / sqrt(variance + eps).
+
+        Shape, dtype and layout are those of x.
+        """
+        y = (x - _per_channel(mean, x)).mul_(_per_channel(inverse * weight, x))
+        return y.add_(_per_channel(bias, x)).to(x.dtype)
+
+    @staticmethod
+    def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+        """Return (2, 2, C): the sums of dy and of dy * (x - mean), twice: for this rank, and to add up over ranks."""
+        dims, dy = _all_but_channels(x), dy.to(mean.dtype)
+        sums = dy.sum(dims), (dy * (x - _per_channel(mean, x))).sum(dims)
+        return torch.stack(sums * 2).view(2, 2, -1)
+
+    @staticmethod
+    def gradient(
+        dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, means: Tensor
+    ) -> Tensor:
+        """Return (dy - means[0] - (x - mean) * inverse * means[1]) * weight * inverse, in x's dtype and layout.
+
+        `means` (2, C), over the rows of all ranks: of dy, and of dy * (x - mean) * inverse.
+        """
+        centered = (x - _per_channel(mean, x)).mul_(_per_channel(means[1] * inverse, x))
+        d_x = (dy.to(mean.dtype) - _per_channel(means[0], x)).sub_(centered)
+        return d_x.mul_(_per_channel(inverse * weight, x)).to(x.dtype)
+
+
+class CudaPasses(PlainPasses):
+    """The same passes by the CUDA operators of `torch.nn.SyncBatchNorm`, for 32 bits or fewer and float32 weights.
+
+    They read every activation once and write it once, in its own dtype: 2 + 4 + 4 + 6 bytes per activation in 16 bits.
+    That module also masks out empty ranks, for which the host has to wait; here that is left out.
+    """
+
+    @staticmethod
+    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        # The operator gives 1 / sqrt(variance + eps); without eps a variance of 0 would give infinity.
+        mean, inverse = torch.batch_norm_stats(_dense(x), eps)
+        return mean, (inverse.square().reciprocal() - eps).clamp_(min=0)
+
+    @staticmethod
+    def normalize(
+        x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float
+    ) -> Tensor:
+        return torch.batch_norm_elemt(_dense(x), weight, bias, mean, inverse, eps)
+
+    @staticmethod
+    def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+        x = _dense(x)
+        # Only the sums: the gradients of weight and bias follow from them at no cost.
+        outputs = (True, False, False)
+        sums = torch.batch_norm_backward_reduce(_like(dy, x), x, mean, inverse, weight, *outputs)
+        return torch.stack(sums[:2] * 2).view(2, 2, -1)
+
+    @staticmethod
+    def gradient(
+        dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, means: Tensor
+    ) -> Tensor:
+        x = _dense(x)
+        # The operator divides by counts, an int32 for each rank. `means` are divided already, and one count of
+        # 334 ranks' first layer at 512 views would overflow.
+        one = torch.ones(1, dtype=torch.int32, device=x.device)
+        shift, slope = means[0], means[1] / inverse
+        return torch.batch_norm_backward_elemt(_like(dy, x), x, mean, inverse, weight, shift, slope, one)
+
+
+def passes_for(x: Tensor, weight: Tensor, bias: Tensor) -> type[PlainPasses]:
+    """Return the fastest passes that take these tensors."""
+    single = weight.dtype == bias.dtype == torch.float32
+    # The operators have no rule for shapes: torch.compile would leave each of them as a call of its own.
+    traced = torch.compiler.is_compiling()
+    if x.is_cuda and not traced and single and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return CudaPasses
+    return PlainPasses
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _per_channel(numbers: Tensor, x: Tensor) -> Tensor:
+    """Return (C,) in a shape that broadcasts to x (N, C, ...)."""
+    return numbers.view(-1, *[1] * (x.dim() - 2))
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    """Return the layout in which torch's operators take `x`: NHWC if it has that, else contiguous."""
+    nhwc = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if nhwc else torch.contiguous_format
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return `x` in that layout; usually it is `x` itself."""
+    return x.contiguous(memory_format=_layout(x))
+
+
+def _like(dy: Tensor, x: Tensor) -> Tensor:
+    """Return `dy` in x's layout and dtype: with two layouts the operators give a wrong gradient or are slow."""
+    return dy.to(x.dtype).contiguous(memory_format=_layout(x))

@@ -6,8 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastsuncet.models import norm_kernel, sync_batchnorm
-from fastsuncet.models.batchnorm_ops import CudaPasses, PlainPasses, passes_for
-from fastsuncet.models.sync_batchnorm import RankBatchNorm
+from fastsuncet.models.sync_batchnorm import CudaPasses, PlainPasses, RankBatchNorm, passes_for
 from tests.support.host_kernels import on_the_host
 from tools.bench.dispatch_counter import Counter
 
