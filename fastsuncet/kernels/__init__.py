@@ -1,7 +1,7 @@
 """CUDA C++ kernels: sources (*.cu), their compiler and their launcher. Each kernel's twin in PyTorch's operators
 runs everywhere, and is what the kernel must agree with.
 
-    LARS            lars.cu        fastsuncet/optim/lars_kernel.py          twin lars.py
+    LARS            lars.cu        fastsuncet/optim/lars_kernel.py          twin lars_foreach.py
     contrast        contrast.cu    fastsuncet/losses/contrast_kernel.py     twin contrast.py
     BatchNorm       norm.cu        fastsuncet/models/norm_kernel.py         twin torch's, sync_batchnorm.py
 

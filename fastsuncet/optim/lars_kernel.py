@@ -23,7 +23,7 @@ from torch import Tensor
 from fastsuncet.kernels import launcher
 from fastsuncet.kernels.switches import require_close
 from fastsuncet.optim.device_lr import fill, on_host
-from fastsuncet.optim.lars import LARSSettings, lars_foreach, trust_ratios
+from fastsuncet.optim.lars_foreach import LARSSettings, lars_foreach, trust_ratios
 from pipelines.cuda_compiler import KernelError
 
 THREADS = 256

@@ -135,7 +135,7 @@ def _no_view_operator() -> str | None:
     return switches.switched_off() or dali_problem() or view_operator.state()[1]
 
 
-LARS, VIEWS = "optim/lars.py", "DALI's own operators"
+LARS, VIEWS = "optim/lars_foreach.py", "DALI's own operators"
 BATCHNORM = "torch's BatchNorm, models/sync_batchnorm.py over ranks"
 # In this order they are tried.
 PATHS = {
