@@ -113,13 +113,6 @@ def test_counter_counts_waits_views_and_bytes():
         assert counter.waits == 1
 
 
-def test_copy_reads_half_of_the_bytes_and_writes_the_other_half():
-    copy = harness.copy_of(1_000_000, "cpu")
-    with Counter() as counter:
-        copy()
-    assert counter.moved == 1_000_000 and counter.peak == 0
-
-
 def test_batches_prepared_before_a_turn_are_not_counted(monkeypatch):
     """A source needs 10 ms a batch and keeps up to 4 ready."""
     monkeypatch.setattr(harness, "settle", lambda: time.sleep(0.05))

@@ -23,7 +23,7 @@ from fastsuncet.training.step import build, train_step
 from tests.support.fake_cuda import CARD, Watch, fake_card, places
 from tests.support.methods import METHODS, small
 from tests.support.networks import narrow_resnet50, one_block
-from tools.bench import step_bench
+from tools.bench import step as step_bench
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,6 @@
 """Count operators, host waits and bytes at torch's dispatcher."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,14 +78,6 @@ class Counter(TorchDispatchMode):
     def _release(self, identity: int, size: int) -> None:
         self._alive.discard(identity)
         self.now -= size
-
-
-def counts(call: Callable[[], Any]) -> dict[str, int]:
-    """Return what `Counter` counts in a call: operators, host waits, moved bytes, and the peak of those alive."""
-    with Counter() as counter:
-        call()
-    waits, moved, peak = counter.waits, counter.moved, counter.peak
-    return {"operators": counter.operators, "host_waits": waits, "moved": moved, "peak": peak}
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

@@ -6,10 +6,10 @@ both sides met the same load. A figure is the median over the rounds, with the l
 On a GPU a time is the one between two CUDA events. On a CPU it is the CPU time of this process and of its workers.
 """
 
-import contextlib
 import multiprocessing
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -29,7 +29,7 @@ from fastsuncet.errors import FastSuncetError
 from fastsuncet.training.cuda_graph import capture_on_device, first_message
 from fastsuncet.versions import installed, versions
 from pipelines.data_errors import DataError
-from tools.bench.dispatch_counter import counts
+from tools.bench.dispatch_counter import Counter
 
 DEVICES = ("auto", "cpu", "cuda")
 CLOCK = {"cpu": "CPU time", "cuda": "CUDA events"}
@@ -117,14 +117,6 @@ def settle() -> None:
             return
 
 
-def copy_of(moved: int, device: str) -> Call:
-    """Return a copy that reads half of `moved` bytes and writes the other half: the limit for such traffic."""
-    # Not empty: unwritten memory is a single page, read from the cache.
-    source = torch.ones(moved // 2, dtype=torch.uint8, device=device)
-    destination = torch.ones_like(source)
-    return lambda: destination.copy_(source)
-
-
 def capture_graph(name: str, call: Call) -> Call:
     """Return `call` as a CUDA graph; or print why it cannot be captured, and return `call` itself."""
     try:
@@ -178,10 +170,10 @@ def rows_of(
 
 def counted(call: Call, device: str) -> Row:
     """Return the cells of what a call does at torch's dispatcher, and on a GPU how many launches CUDA sees."""
-    found = counts(call)
-    megabytes = {"moved, MB": found["moved"], "memory, MB": found["peak"]}
-    cells = {"operators": f"{found['operators']:,}", "host waits": f"{found['host_waits']}"}
-    cells |= {head: f"{1e-6 * count:.3g}" for head, count in megabytes.items()}
+    with Counter() as counter:
+        call()
+    cells = {"operators": f"{counter.operators:,}", "host waits": f"{counter.waits}"}
+    cells |= {"moved, MB": f"{1e-6 * counter.moved:.3g}", "memory, MB": f"{1e-6 * counter.peak:.3g}"}
     return cells | launched(call) if device == "cuda" else cells
 
 
@@ -216,25 +208,16 @@ def machine() -> str:
     """Return the date, the processor, how busy it is, the commit and the versions, as BENCHMARKS.md names them."""
     found = versions() | {name: installed(name) for name in ("lightly", "pillow")}
     named = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    where = f"{date.today()}, {processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
-    return f"{where}. Commit `{commit() or 'unknown'}`, {named}."
-
-
-def processor() -> str:
-    """Return the name of this machine's processor."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    return platform.machine()
-
-
-def commit() -> str | None:
-    """Return the checkout's commit, with a plus where files differ from it; None outside a checkout."""
+    models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M)
+    processor = models[0] if models else platform.machine()
+    # With a plus where files differ from the commit.
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None
+        commit = "unknown"
+    where = f"{date.today()}, {processor}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    return f"{where}. Commit `{commit}`, {named}."
 
 
 def run(main: Callable[[], int]) -> NoReturn:

@@ -19,9 +19,9 @@ from fastsuncet.errors import FastSuncetError
 from fastsuncet.models.resnet import build_model
 from pipelines.dali.view_operator.build import kept, unavailable
 from tools.bench import harness
-from tools.bench.data_loader import WORKERS, data_loader
 from tools.bench.harness import ratios, spread
-from tools.bench.step_bench import StepBench
+from tools.bench.pixels import WORKERS, data_loader
+from tools.bench.step import StepBench
 
 ROUNDS = 5
 OURS, LIGHTLY = "fastsuncet", "lightly, DataLoader"

@@ -39,8 +39,7 @@ from pipelines.sampling.step_plan import Plan
 from tools.bench import harness
 from tools.bench.harness import Call, Row
 from tools.bench.pictures import write_picture
-from tools.bench.step import END_TO_END, FIXED
-from tools.bench.step_bench import StepBench
+from tools.bench.step import END_TO_END, FIXED, StepBench
 from tools.same_runs import assert_equal_to_the_bit, final_state
 
 # Settings of a config, and the further ones of a rehearsal. The paper's step on generated pictures, 512 views a GPU:
