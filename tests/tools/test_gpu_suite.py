@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from pipelines.sampling.augmentation import Augmentation
 from tests.support.ranks import is_alive
 from tools.gpu import suite as gpu_suite
 from tools.gpu import workloads
-from tools.gpu.suite import PARTS, Options, Part, suite
+from tools.gpu.suite import PARTS, Part, suite
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def script(name: str, what: str, code: str, limit: float = 1) -> Part:
-    return Part(name, limit, what, lambda options: ["-c", code])
+    return Part(name, limit, what, f"-c {shlex.quote(code)}")
 
 
 GOOD = script("good", "succeeds", "print('hello')")
@@ -108,10 +109,8 @@ def test_parts_are_ordered_by_worth_and_fit_into_45_minutes_and_calls_of_ten():
     assert names[:3] == ["imagenet", "profile", "feed"]
     assert sum(part.limit for part in PARTS) <= 45 and max(part.limit for part in PARTS) <= 8
     assert workloads.PARTS.keys() <= set(names)
-    options = Options("cuda", False, Path("folder"), Path("found"))
-    command = PARTS[0].command(options)
-    settings = command.index("--against") + 1
-    assert tuple(command[settings : settings + 2]) == gpu_suite.FAST
+    command = gpu_suite.command(PARTS[0], "cuda", False, Path("folder"), Path("found"), 8)
+    assert command[-3:] == ["--against", *gpu_suite.FAST.split()] and "optimization.warmup=0" in command
 
 
 @pytest.mark.parametrize("part", ["feed", "profile", "start"])
@@ -171,7 +170,7 @@ def test_suite_collects_its_tests_and_imports_its_parts_on_a_bare_machine(tmp_pa
     # None in sys.modules is an ImportError.
     (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update(dict.fromkeys({absent!r}))")
     bare = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    words = gpu_suite.gpu_tests(Options("cuda", False, tmp_path, tmp_path))
+    words = gpu_suite.gpu_tests()
     code = f"import sys, pytest, tools.gpu.workloads; sys.exit(pytest.main({[*words[2:], '--collect-only']}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=bare, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -23,15 +23,16 @@ else 1.
 import argparse
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
@@ -65,97 +66,64 @@ def cards() -> str:
     return f"{asked.stdout.strip()}; driver for CUDA {driver_version()}"
 
 
-@dataclass(frozen=True)
-class Options:
-    """The device, the size, the folder of generated images, the prefix of other output and the minutes of a part."""
-
-    device: str
-    small: bool
-    folder: Path
-    output: Path
-    minutes: float = 8
-
-    def tool(self, *command: str) -> list[str]:
-        """Return the command of a tool that prints Markdown, with its device and its size."""
-        return [*command, "--device", self.device, *["--quick"] * self.small]
-
-    def overrides(self, settings: tuple[str, str]) -> list[str]:
-        """Return the changes of a config for this device and this size."""
-        return overrides(settings, self.folder, self.device, self.small)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A process to start: its command, behind "python", is made from the options."""
+class Part(NamedTuple):
+    """A process to start: "python" and `words`, of which `command` replaces those in capitals."""
 
     name: str
     limit: float  # minutes
     what: str
-    command: Callable[[Options], list[str]]
+    words: str
 
 
-def gpu_tests(options: Options) -> list[str]:
+# Three turns of 15 steps: their spread is below a percent on a GPU.
+STEP = "tools/bench/run.py step TOOL --rounds 3 --steps 15 "
+AGAINST = f"{STEP} in1k_10pct IMAGENET --against "
+FAST = "meta.cuda_graph=true meta.deterministic=false"  # likely faster than what a run has
+# On a busy card each small kernel of a decoder waits for a slot, and its thread with it.
+AHEAD = "data.decode_threads=16 data.prefetch=4"
+PARTS = (
+    Part("imagenet", 2.5, "ResNet-50 at 224 pixels, also as one graph, not deterministic", AGAINST + FAST),
+    Part("profile", 2, "where the time of a step goes, fixed and end to end", "WORKLOAD profile"),
+    Part("feed", 2, "the loader alone", "WORKLOAD feed"),
+    Part("ahead", 2.5, "the same step with more decoding threads and read-ahead", AGAINST + AHEAD),
+    Part("start", 3, "what a run does until its first updates", "WORKLOAD start"),
+    Part("tests", 3.5, "the tests that need a GPU", "TESTS"),
+    Part("resume", 2, "a continued run against a whole one, to the bit", "WORKLOAD resume"),
+    Part("ladder", 8, "what makes a run faster: fastsuncet tune", "TUNE in1k_10pct IMAGENET"),
+    Part("cifar", 1.5, "ResNet-50 with the CIFAR stem at 32 pixels", STEP + "digits_demo CIFAR"),
+    Part("lars", 1, "a LARS step", "tools/bench/run.py lars --rounds 9 TOOL"),
+    Part("losses", 1, "SuNCEt, NT-Xent and PAWS", "tools/bench/run.py contrast --rows 1024 8192 TOOL"),
+)
+
+
+def command(part: Part, device: str, small: bool, folder: Path, output: Path, minutes: float) -> list[str]:
+    """Return what follows "python" for a part that has so many minutes.
+
+    `folder` holds the generated images; `output` is the prefix of what it writes beside the report.
+    """
+    tool = ["--device", device, *["--quick"] * small]
+    files = ["--folder", str(folder), "--output", str(output)]
+    minutes = min(3 if small else 7, minutes - 1)
+    words = {
+        "TOOL": tool,  # one that prints Markdown
+        "WORKLOAD": ["-m", "tools.gpu.workloads", *tool, *files],
+        "IMAGENET": overrides(IMAGENET, folder, device, small),
+        "CIFAR": overrides(CIFAR, folder, device, small),
+        "TUNE": ["-m", "fastsuncet", "tune", f"--minutes={minutes:.2f}", f"--output={folder}/fast.yaml"],
+        "TESTS": gpu_tests(),
+    }
+    return [word for each in shlex.split(part.words) for word in words.get(each, [each])]
+
+
+def gpu_tests() -> list[str]:
     """Return the command of the tests that need a GPU, by the files that hold them.
 
     Collecting all of tests/ would take a minute and import packages that a bare machine can lack.
     """
     mark = "pytest.mark" + ".gpu"  # in two parts, so that this text is not found
-    files = [
-        path for path in sorted(ROOT.glob("tests/**/test_*.py")) if mark in path.read_text(encoding="utf-8")
-    ]
-    return [*PYTEST, "-m", "gpu", *(str(path.relative_to(ROOT)) for path in files)]
-
-
-def bench(case: str, *arguments: str) -> Callable[[Options], list[str]]:
-    """Return the command of a case of the benchmarks."""
-    return lambda o: o.tool("tools/bench/run.py", case, *arguments)
-
-
-def workload(name: str) -> Callable[[Options], list[str]]:
-    """Return the command of a part of tools/gpu/workloads.py."""
-    words = ("-m", "tools.gpu.workloads", name)
-    return lambda o: o.tool(*words, "--folder", str(o.folder), "--output", str(o.output))
-
-
-def step(config: str, settings: tuple[str, str], *more: str) -> Callable[[Options], list[str]]:
-    """Return the command that times a step of a config with settings; `more` are further options."""
-    turns = ("--rounds", "3", "--steps", "15")  # their spread is below a percent on a GPU
-    return lambda o: bench("step", config, *o.overrides(settings), *more, *turns)(o)
-
-
-def tune(options: Options) -> list[str]:
-    """Return the command of `fastsuncet tune` on the ImageNet step, on every GPU."""
-    minutes = min(3 if options.small else 7, options.minutes - 1)
-    limits = [f"--minutes={minutes:.2f}", "--output", str(options.folder / "fast.yaml")]
-    return ["-m", "fastsuncet", "tune", "in1k_10pct", *options.overrides(IMAGENET), *limits]
-
-
-FAST = ("meta.cuda_graph=true", "meta.deterministic=false")  # likely faster than what a run has
-# On a busy card each small kernel of a decoder waits for a slot, and its thread with it.
-AHEAD = ("data.decode_threads=16", "data.prefetch=4")
-PARTS = (
-    Part(
-        "imagenet",
-        2.5,
-        "ResNet-50 at 224 pixels, also as one graph, not deterministic",
-        step("in1k_10pct", IMAGENET, "--against", *FAST),
-    ),
-    Part("profile", 2, "where the time of a step goes, fixed and end to end", workload("profile")),
-    Part("feed", 2, "the loader alone", workload("feed")),
-    Part(
-        "ahead",
-        2.5,
-        "the same step with more decoding threads and read-ahead",
-        step("in1k_10pct", IMAGENET, "--against", *AHEAD),
-    ),
-    Part("start", 3, "what a run does until its first updates", workload("start")),
-    Part("tests", 3.5, "the tests that need a GPU", gpu_tests),
-    Part("resume", 2, "a continued run against a whole one, to the bit", workload("resume")),
-    Part("ladder", 8, "what makes a run faster: fastsuncet tune", tune),
-    Part("cifar", 1.5, "ResNet-50 with the CIFAR stem at 32 pixels", step("digits_demo", CIFAR)),
-    Part("lars", 1, "a LARS step", bench("lars", "--rounds", "9")),
-    Part("losses", 1, "SuNCEt, NT-Xent and PAWS", bench("contrast", "--rows", "1024", "8192")),
-)
+    paths = sorted(ROOT.glob("tests/**/test_*.py"))
+    files = [str(path.relative_to(ROOT)) for path in paths if mark in path.read_text(encoding="utf-8")]
+    return [*PYTEST, "-m", "gpu", *files]
 
 
 def run_part(command: Sequence[str], seconds: float) -> tuple[str, str]:
@@ -196,18 +164,16 @@ def suite(
         generate_images(Path(scratch), small)
         for part in parts:
             began = time.perf_counter()
-            left, command, text = end - began, [], ""
             # The limits are for a GPU machine; a rehearsal shares a CPU with other work.
+            left, status, text = end - began, "left out: no time", ""
             seconds = min(left, 60 * part.limit * (3 if small else 1))
-            if left < 5:
-                status = "left out: no time"
-            else:
+            if left >= 5:
                 prefix = Path(f"{output}_{part.name}").absolute()
-                command = part.command(Options(device, small, Path(scratch), prefix, seconds / 60))
-                status, text = run_part(command, seconds)
-            # Only tools, which take --device, print Markdown.
-            if text and not (status == "done" and "--device" in command):
-                text = f"~~~\n{text.rstrip()}\n~~~\n"
+                words = command(part, device, small, Path(scratch), prefix, seconds / 60)
+                status, text = run_part(words, seconds)
+                # Only tools, which take --device, print Markdown.
+                if text and (status != "done" or "--device" not in words):
+                    text = f"~~~\n{text.rstrip()}\n~~~\n"
             took = time.perf_counter() - began
             with path.open("a", encoding="utf-8") as report:
                 report.write(f"### {part.name}: {part.what}\n\n{status}, {took:.1f} s\n\n{text}\n")

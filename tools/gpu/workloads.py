@@ -92,18 +92,12 @@ def generate_images(folder: Path, small: bool) -> None:
         list(pool.map(write_picture, paths, range(count), heights, repeat(width)))
 
 
-def open_feed(folder: Path, device: str, batch: int, **options: Any) -> Loader:
-    """Open a loader of SimCLR's two views of 224 pixels of the generated pictures."""
-    index = image_folder(folder / "pictures")
-    plan = Plan(index, UnlabeledSampler(len(index), batch, 1, 0), (Augmentation(),) * 2, seed=0, role="feed")
-    where = "gpu" if device == "cuda" else "cpu"
-    return Loader(plan, LoaderOptions(device=where, backend="dali", **options))
-
-
 def feed(options: Namespace) -> int:
-    """Time the loader without a network, by the settings that it could have."""
+    """Time the loader of SimCLR's two views of 224 pixels without a network, by the settings that it could have."""
     gpu = options.device == "cuda"
     batch, steps = (8, 2) if options.quick else (256, 12)
+    index = image_folder(options.folder / "pictures")
+    plan = Plan(index, UnlabeledSampler(len(index), batch, 1, 0), (Augmentation(),) * 2, seed=0, role="feed")
     threads, shares = ((8, 16), (0.0, 0.65, 1.0)) if gpu else ((1, 2), (0.0,))
     plans = [*product((True,), shares, threads), (False, 0.0, threads[-1])]
     rows: list[Row] = []
@@ -111,7 +105,7 @@ def feed(options: Namespace) -> int:
     for operator, share, count in plans:
         settings = {"view_operator": operator, "hw_decoder_share": share, "threads": count}
         try:
-            loader = open_feed(options.folder, options.device, batch, **settings)
+            loader = Loader(plan, LoaderOptions(device="gpu" if gpu else "cpu", backend="dali", **settings))
             (view, _), *_ = loader(0), loader(1), loader(2)
         except (DataError, RuntimeError) as error:
             print(f"left out: {settings}: {error}\n", flush=True)
@@ -140,10 +134,8 @@ def resume(options: Namespace) -> int:
     """Train ten steps, and continue the same run from its checkpoint at step five, in both precisions."""
     rows: list[Row] = []
     for precision in ("fp32", "bf16"):
-        words = [
-            *overrides(RESUME, options.folder, options.device, options.quick),
-            f"meta.precision={precision}",
-        ]
+        words = overrides(RESUME, options.folder, options.device, options.quick)
+        words.append(f"meta.precision={precision}")
         whole, continued = (
             load_config("digits_demo", [*words, f"logging.folder={options.folder}/{precision}_{name}"])
             for name in ("whole", "continued")
