@@ -6,12 +6,14 @@ A points.csv has a row for each top-1 accuracy of a checkpoint; tools/results.py
 import csv
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
 import yaml
+from scipy.stats import t, ttest_1samp
 
 from fastsuncet.commands.report.compute_saved import Saving, savings
 from fastsuncet.commands.report.curves import Curve, Measurement, Panel, Point, arrange
@@ -140,25 +142,24 @@ class Studies(dict[str, Study]):
         return Study()
 
 
-def studies(curves: Sequence[Curve]) -> dict[str, Studies]:
-    """Return the studies of some curves by labels, "" in an experiment with one number of them."""
-    found: dict[str, Studies] = defaultdict(Studies)
+def studies(rows: Iterable[Sequence]) -> dict[str, Studies]:
+    """Return the studies of rows of COLUMNS by labels, "" in an experiment with one number of them."""
+    points, found = defaultdict(list), defaultdict(Studies)
+    for labels, method, seed, kind, updates, cost, top1 in sorted(rows, key=lambda r: int(r[4])):
+        point = Point(int(updates), {"petaflops": float(cost)}, {"top1": float(top1) / 100})
+        points[Measurement(kind, labels), NAMES.get(method, method), int(seed)].append(point)
+    curves = [
+        Curve("", method, seed, measurement, tuple(each), method != BASELINE)
+        for (measurement, method, seed), each in sorted(points.items())
+    ]
     for panel in arrange(curves):
         found[panel.measurement.labels][panel.measurement.kind] = Study(panel)
     return found
 
 
-def read(path: Path, seeds: Sequence[int] | None = None) -> dict[str, Studies]:
-    """Return the studies of a points.csv of `collect`; `seeds`: without the runs of others."""
-    points, rows = defaultdict(list), [row for row in rows_of(path) if seeds is None or int(row[2]) in seeds]
-    for labels, method, seed, kind, updates, cost, top1 in sorted(rows, key=lambda r: int(r[4])):
-        point = Point(int(updates), {"petaflops": float(cost)}, {"top1": float(top1) / 100})
-        points[Measurement(kind, labels), NAMES.get(method, method), int(seed)].append(point)
-    curves = [
-        Curve("", method, seed, measurement, tuple(found), method != BASELINE)
-        for (measurement, method, seed), found in sorted(points.items())
-    ]
-    return studies(curves)
+def read(path: Path, seeds: Sequence[int]) -> dict[str, Studies]:
+    """Return the studies of the runs of a points.csv that have one of `seeds`."""
+    return studies(row for row in rows_of(path) if int(row[2]) in seeds)
 
 
 def best(found: Studies, name: str, kinds: Sequence[str] = ALL_KINDS) -> Shares:
@@ -177,65 +178,56 @@ def paired(base: Mapping[Any, float], ours: Mapping[Any, float]) -> list[float]:
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of paired differences and the half width of its 95 % t interval."""
-    from scipy.stats import t  # importing it takes more than a second
-
-    n = len(differences)
-    return mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5
+    """Return the 95 % t interval of the mean of paired differences."""
+    n, center = len(differences), mean(differences)
+    half = float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5
+    return center - half, center + half
 
 
 def p_value(values: Sequence[float]) -> float:
     """Return the two-sided p value of Student's t for a mean of 0."""
-    from scipy.stats import ttest_1samp
-
     return float(ttest_1samp(values, 0).pvalue) if stdev(values) else float(not any(values))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p values corrected by Holm's method, in the given order."""
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        corrected[i] = largest
-    return corrected
-
-
-def by_holm(values: Mapping[str, Sequence[float]]) -> list[tuple[str, Sequence[float], float]]:
-    """Return each name, its values, and the p value of their mean corrected by Holm's method over all names."""
-    corrected = holm([p_value(each) for each in values.values()])
-    return [(*item, p) for item, p in zip(values.items(), corrected)]
+def holm(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the p value of each mean, corrected by Holm's method over all of them."""
+    p = np.array([p_value(each) for each in values.values()])
+    order = np.argsort(p)
+    p[order] = np.maximum.accumulate(np.arange(len(p), 0, -1) * p[order])
+    return dict(zip(values, p.clip(max=1).tolist()))
 
 
 # ------------------------------------------------------------------------------------------------------------ rules
-def decision(center: float, half: float) -> str:
+def decision(low: float, high: float) -> str:
     """Apply the rule that was written before the runs: supported above 0, refuted below +1 point."""
-    supported, refuted = center - half > 0, center + half < 1
-    if supported and refuted:
-        return "supported, and smaller than one point"
-    return "supported" if supported else "refuted" if refuted else "undecided"
+    return verdict(low > 0, high < 1, "supported, and smaller than one point")
 
 
-def decision_on_cost(center: float, half: float, most_arrived: bool) -> str:
+def decision_on_cost(low: float, high: float, most_arrived: bool) -> str:
     """Apply the rule of the plateau: supported below +10 points of SimCLR's FLOPs, refuted above 0."""
-    supported, refuted = center + half < 10, center - half > 0
-    if not most_arrived or not (supported or refuted):
-        return "undecided"
-    if supported and refuted:
-        return "it saves less, by under 10 points"
-    return "supported" if supported else "refuted"
+    both = "it saves less, by under 10 points"
+    return verdict(high < 10, low > 0, both) if most_arrived else "undecided"
 
 
 def decision_on_ratio(low: float, high: float) -> str:
     """Apply the rule of compute saved to the interval of r (docs/results/cifar10-few-labels/rules.md)."""
     if high < 0.8:
         return "confirmed, as large as in the paper"
-    if high < 1:
-        return "confirmed, by less than a tenth" if low > 0.9 else "confirmed"
-    return "refuted" if low > 0.9 else "undecided"
+    return verdict(high < 1, low > 0.9, "confirmed, by less than a tenth", "confirmed")
 
 
 def decision_on_losses(low: float, high: float) -> str:
     """Apply the rule of SuNCEt against cross-entropy to the interval of their difference in points."""
-    if low > 0:
-        return "better, by less than half a point" if high < 0.5 else "better"
-    return "refuted" if high < 0.5 else "undecided"
+    return verdict(low > 0, high < 0.5, "better, by less than half a point", "better")
+
+
+def decision_on_settings(low: float, high: float) -> str:
+    """Apply the rule of lightly-train's SimCLR, less ours with its settings (docs/results/clothing-photos/rules.md)."""
+    return "the trainer is behind" if low > 0 else "the settings explain it" if high < 1.5 else "undecided"
+
+
+def verdict(supported: bool, refuted: bool, both: str, word: str = "supported") -> str:
+    """Return what a rule says: `word`, "refuted", `both` where it is both, or "undecided"."""
+    if supported and refuted:
+        return both
+    return word if supported else "refuted" if refuted else "undecided"
