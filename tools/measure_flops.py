@@ -35,17 +35,6 @@ def training_flops(config: Config, *, image_gradient: bool = False) -> int:
     return counter.get_total_flops() // 2
 
 
-def network_counts(config: Config) -> dict[str, int]:
-    """Return the cost of one view."""
-    m = config.model
-    macs = network_cost(m.name, m.stem, config.data.augmentation.size, *m.head).macs
-    return {
-        "MAC, forward": macs,
-        "FLOP, forward and backward, torch's count": training_flops(config),
-        f"FLOP, {FLOP_PER_MAC} per MAC, as the ledger counts": FLOP_PER_MAC * macs,
-    }
-
-
 def run_costs(config: Config, a: Arithmetic) -> dict[str, tuple[int, float]]:
     """Return views and petaFLOPs, with the labeled batch and after its switch-off."""
     costs = {}
@@ -77,15 +66,18 @@ def main(arguments: list[str] | None = None) -> int:
     config = load_config(options.config, options.overrides)
     images = options.images or IMAGES.get(config.data.kind, IMAGES["image_folder"])
     a = config.resolve(options.world_size, images)
-    view, costs = network_counts(config), run_costs(config, a)
+    m, size, costs = config.model, config.data.augmentation.size, run_costs(config, a)
+    macs = network_cost(m.name, m.stem, size, *m.head).macs
+    view = {
+        "MAC, forward": macs,
+        "FLOP, forward and backward, torch's count": training_flops(config),
+        f"FLOP, {FLOP_PER_MAC} per MAC, as the ledger counts": FLOP_PER_MAC * macs,
+    }
     if options.json:
         run = {name: {"views": views, "petaflops": spent} for name, (views, spent) in costs.items()}
         print(json.dumps({"images": images, "view": view, "run": run}, indent=2))
         return 0
-    m = config.model
-    title = (
-        f"one view: {m.name}, {m.stem} stem, {config.data.augmentation.size} px, head {m.hidden}-{m.output}"
-    )
+    title = f"one view: {m.name}, {m.stem} stem, {size} px, head {m.hidden}-{m.output}"
     harness.show(title, [{"": f"G{name}", "cost": f"{count / 1e9:.5g}"} for name, count in view.items()])
     rows = [
         {"": name, "views": f"{views:,}", "petaFLOPs": f"{spent:.5g}"}
