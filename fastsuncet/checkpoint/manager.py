@@ -3,14 +3,11 @@
     FOLDER/step_00012345/   one checkpoint, see format.py
     FOLDER/latest           the name of the newest one, as text
 
-A save writes under a hidden name, fsyncs the files and the folder, renames it and fsyncs the parent. Only then does it
-point `latest` to the new checkpoint and remove those that are too old. So a kill at any moment leaves the old
-checkpoints and `latest` as they were, or the new one complete. A load takes the one that `latest` names, else the
-newest good one, and reports each one that it passes over. If none is good it stops: a run never starts over from step 0
-in silence.
+A save writes under a hidden name, syncs and renames; only then does it point `latest` to the new checkpoint and remove
+those that are too old. So a kill at any moment leaves the old checkpoints and `latest` as they were, or the new one
+complete. A load stops if no checkpoint is good: a run never starts over from step 0 in silence.
 
-Only one rank saves. Hidden names: .lock, .tmp-* (being written or being removed), .replaced-* (the old checkpoint of a
-step that is being saved again).
+Only one rank saves. Hidden names: .lock, .tmp-* (being written or removed), .replaced-* (of a step saved again).
 """
 
 import contextlib
@@ -54,12 +51,11 @@ def save(
     keep: int,  # newest good checkpoints that stay, this one included; at least 1
     say: Say = say_line,
 ) -> Path:
-    """Write the checkpoint of `step` so that it exists completely or not at all; return its folder.
+    """Write the checkpoint of `step`, which can be there already, completely or not at all; return its folder.
 
-    Tensors can be on any device; copying them to the host waits for it. A checkpoint of the same step is replaced. An
-    older one is removed only after `keep` newer ones have been read back and found good; if its meta says
-    "scheduled": false, after a single one. Raises TypeError or ValueError for content that could not be read back, and
-    CheckpointError if the disk refuses: what was half written is then removed, and everything older is untouched.
+    An older one is removed only after `keep` newer ones have been read back and found good; if its meta has
+    "scheduled": false, after a single one. Raises as `encode`, TypeError or ValueError for a meta that is no JSON,
+    and CheckpointError if the disk refuses: what was half written is removed, and everything older is untouched.
     """
     name = f"step_{step:08d}"
     files = encode(model, state)
@@ -117,11 +113,10 @@ def _require_space(folder: Path, name: str, size: int) -> None:
 
 
 def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
-    """Remove checkpoints up to `step` beyond the `keep` newest good ones.
+    """Remove checkpoints up to `step` beyond the `keep` newest good ones, and the damaged ones older than those.
 
-    Damaged ones do not count, and are removed when they are older than those. One that the schedule did not ask for
-    does not count either, and is removed once there is a newer good one: a run that was stopped ends with the
-    checkpoints of one that was not. Later steps, of a run that was set back, stay until the run passes them.
+    One that the schedule did not ask for does not count, and is removed once there is a newer good one: a run that was
+    stopped ends with the checkpoints of one that was not. Later steps, of a run that was set back, stay until then.
     """
     found = [(n, path) for n, path in _list(folder) if n <= step and not path.is_symlink()]
     extra = {path for _, path in found if not _scheduled(path)}
@@ -159,18 +154,13 @@ def _scheduled(path: Path) -> bool:
 def load_newest(folder: Path, say: Say = say_line) -> LoadedCheckpoint | None:
     """Return the checkpoint that `latest` names, else the newest good one; None if there has never been one.
 
-    Each one that is passed over is reported in one line. Raises CheckpointError if there are checkpoints and none can
-    be used, or if one has a newer format.
+    Each one passed over is reported. Raises CheckpointError if none of them can be used, or one has a newer format.
     """
     return _newest(folder, read, say)
 
 
 def newest_meta(folder: Path) -> dict[str, Any] | None:
-    """Return the meta of the newest checkpoint whose meta is whole; None if there has never been a checkpoint.
-
-    For what is equal in all checkpoints of a run: weights are neither read nor verified, and nothing is reported, which
-    `load_newest` does. Raises as that does.
-    """
+    """Do as `load_newest`, but read no weights, report nothing, and return a meta: for what all of a run's have."""
     return _newest(folder, read_meta, lambda line: None)
 
 
@@ -210,10 +200,9 @@ def load(path: str | Path) -> LoadedCheckpoint:
 
 
 def good_checkpoints(folder: Path, say: Say = say_line) -> list[tuple[int, Path]]:
-    """Return (step, folder) of every good checkpoint, ascending, and report each damaged one in one line.
+    """Return (step, folder) of every good checkpoint, ascending, and report each damaged one. Reads every file.
 
-    Reads every file completely. A missing folder gives an empty list. Raises CheckpointError for a newer format, or for
-    a folder that cannot be listed.
+    Raises CheckpointError for a newer format, or for a folder that cannot be listed.
     """
     good = []
     for number, path in reversed(_list(folder)):
@@ -241,7 +230,7 @@ def _list(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _latest(folder: Path, say: Say) -> int | None:
-    """Return the step that `latest` names; None if there is no such file, or it does not hold a checkpoint's name."""
+    """Return the step that `latest` names, if it is there and names one."""
     path = folder / LATEST
     try:
         text = atomic_files.read_bytes(path, 100).decode("utf-8", "replace").strip()

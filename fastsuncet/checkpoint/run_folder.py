@@ -1,10 +1,10 @@
 """The folder of a run: only one process group uses it at a time, and status.json says how the run stands."""
 
 import contextlib
-import errno
 import os
 import re
 import socket
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -25,8 +25,7 @@ ERRORS = {kind.exit_code: kind for kind in (ConfigError, DataError, NumericalErr
 def on_rank_0(place: Place, function: Callable[[], Json]) -> Json:
     """Return `function()` of rank 0, a JSON value, on every rank. An error there is one of its exit code on the others.
 
-    Ranks that each looked at the disk could see different files, and a rank that waits for one that failed would wait
-    until the time-out.
+    Ranks that each looked at the disk could see different files.
     """
     return broadcast_json(on_every_rank(function if place.first else lambda: None))
 
@@ -81,20 +80,17 @@ def disk_errors(path: Path, setting: str = "logging.folder") -> Iterator[None]:
 
 
 def refuse_existing(output: Path, force: bool | None) -> None:
-    """Raise ConfigError where there is something at `output` that --force does not allow to be replaced.
+    """Raise ConfigError for something at `output` that --force, None where there is none, does not let be replaced.
 
-    `force` is None for a command without --force. Raises CheckpointError where nothing can be written, before the work
-    and not after it.
+    Raises CheckpointError where nothing can be written, before the work and not after it.
     """
     with disk_errors(output, "--output"):
         if not force and atomic_files.exists(output):
             remedy = "remove it" if force is None else "add --force to replace it"
             raise ConfigError(f"--output {output} exists. Choose another name, or {remedy}")
         folder = next(folder for folder in output.absolute().parents if atomic_files.exists(folder))
-        if not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 @contextlib.contextmanager
@@ -108,9 +104,8 @@ def lock_folder(folder: Path, place: Place) -> Iterator[bool]:
                 held = stack.enter_context(atomic_files.exclusive(folder / LOCK))
                 if held:
                     stack.callback(_remove_empty, folder)
-                    with contextlib.suppress(OSError):  # only a message needs it
-                        holder = f"process {os.getpid()} on {socket.gethostname()}\n"
-                        (folder / LOCK).write_text(holder, encoding="utf-8")
+                    holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+                    (folder / LOCK).write_text(holder, encoding="utf-8")
                 return held
 
         yield on_rank_0(place, lock)
@@ -188,14 +183,8 @@ class RunStatus:
             return
         record = {"state": state, "step": step, "world_size": self.place.world_size, "message": message}
         record["exit_code"] = {"done": 0, "preempted": Preempted.exit_code}.get(state, code)
-        content = atomic_files.as_json(record)
         try:
-            try:
-                atomic_files.replace(self.path, content)
-            except OSError:
-                # A full disk takes no second file, and this one must not go on saying that the run is running.
-                with open(self.path, "r+b", buffering=0) as stream:
-                    stream.truncate(stream.write(content))
+            atomic_files.replace(self.path, atomic_files.as_json(record))
         except OSError as error:
             # Do not raise: a full disk ends the run at its next save, or has ended it, with a message of its own.
             say_line(f"status: {self.path} cannot be written: {error}")

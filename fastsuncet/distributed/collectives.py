@@ -1,8 +1,7 @@
 """Communication between ranks: rows gathered with and without gradient, sums, agreement on plain values and on a stop.
 
-Without a process group every function works as for a single rank. `group=None` means the default process group if one
-is initialized. All functions but `rank` and `world_size` are collectives: every rank of the group must call them in the
-same order, or all of them wait until the time-out.
+Without a process group every function works as for a single rank; `group=None` is the default one. All but `rank` and
+`world_size` are collectives: every rank must call them in the same order, or all of them wait until the time-out.
 
     W  ranks in the group        N  rows on each rank, the same number on every rank
 """
@@ -20,16 +19,12 @@ Group = dist.ProcessGroup | None
 
 def rank(group: Group = None) -> int:
     """Return this process's rank in `group`, 0 without a process group."""
-    return dist.get_rank(group) if _in_group() else 0
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def world_size(group: Group = None) -> int:
     """Return W, 1 without a process group."""
-    return dist.get_world_size(group) if _in_group() else 1
-
-
-def _in_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def all_gather_rows(x: Tensor, group: Group = None) -> Tensor:
@@ -81,9 +76,8 @@ class _GatherRows(torch.autograd.Function):
 def gather_rows(x: Tensor, group: Group = None) -> Tensor:
     """Do what `all_gather_rows` does, with a gradient: (N, ...) -> (W N, ...).
 
-    Backward sums the gradients that all ranks have for this rank's rows. So after backward `x.grad` is the gradient of
-    the SUM of the ranks' losses, and DDP's mean over ranks makes it the gradient of their mean. That sum is a
-    collective: every rank must run backward through its gather.
+    Backward, a collective too, sums the gradients that all ranks have for this rank's rows. So `x.grad` is the gradient
+    of the SUM of the ranks' losses, and DDP's mean over ranks makes it that of their mean.
     """
     return x if world_size(group) == 1 else _GatherRows.apply(x, group)
 
@@ -167,10 +161,7 @@ class StopConsensus:
 
 
 def require_equal(numbers: tuple[int, ...], what: str, group: Group = None) -> None:
-    """Raise ValueError, on every rank and with each rank's numbers, unless they are equal on all ranks.
-
-    All ranks must pass the same count of 64-bit numbers. Waits for the device.
-    """
+    """Raise ValueError, on every rank and with each rank's numbers, unless they are equal. Waits for the device."""
     if world_size(group) == 1:
         return
     rows = all_gather_rows(torch.tensor([numbers], dtype=torch.int64, device=_device(group)), group).tolist()

@@ -26,10 +26,7 @@ def parallel(
     static_graph: bool,  # every pass uses the same parameters and exchanges gradients
     blank_pass: Callable[[nn.Module], Tensor],  # (network) -> a scalar computed from blank images
 ) -> nn.Module:
-    """Return `network` or a wrapper around it. Parameters and buffers stay the same objects and keep their values.
-
-    Raises ConfigError if it is to be compiled and there is no compiler.
-    """
+    """Return `network` or a wrapper around it, of the same parameters. Raises ConfigError if there is no compiler."""
     inner = network
     if compiled:
         require_compiler()
@@ -68,9 +65,8 @@ def require_compiler() -> None:
 def order_buckets(network: nn.Module, inner: nn.Module, blank_pass: Callable[[nn.Module], Tensor]) -> None:
     """Run DDP's first passes on blank images, so that gradients are summed in one order before and after a restart.
 
-    During its first passes DDP regroups its buckets by the order in which gradients arrive. A ring sums each element in
-    an order that depends on its place in a bucket. So with three or more ranks, the first steps after a restart would
-    round differently from the same steps of a run that was not stopped. Changes no weight and no statistic.
+    During its first passes DDP regroups its buckets by the order in which gradients arrive, and a ring of three or more
+    ranks sums each element in an order that depends on its place in a bucket. Changes no weight and no statistic.
     """
     before = {name: buffer.clone() for name, buffer in inner.named_buffers()}
     for _ in range(3):  # a static graph regroups in its third pass

@@ -95,9 +95,8 @@ def job_exit_code(failures: Sequence[tuple[int, int]]) -> int:
     """Return the job's exit code, from (exit code, time in seconds) of each rank that failed.
 
     A rank that fails takes others with it: their connection breaks (1), or the agent ends them by SIGTERM, and after a
-    grace period by SIGKILL. The cause is the first rank that left with a reason; if there is none, one that was killed;
-    if there is none, one that failed. A kill is reported as a shell does it (137, often for memory), so that a
-    scheduler can tell it from a program that failed.
+    grace period by SIGKILL. The cause is the first rank that left with a reason, else one that was killed, which is
+    reported as a shell does it (137), else one that failed.
     """
     ended = sorted((second, code if code >= 0 else 128 - code) for code, second in failures)
     # Ranks that fail together can be seen in two adjacent seconds. A grace period takes half a minute or more.

@@ -1,19 +1,15 @@
 """What happens on STOP_SIGNALS, SIGTERM for example: the run saves at the end of its step and ends with code 75.
 
-1. The signal handler of this module sets a flag and does nothing else. A handler that saves, prints or takes a lock
-   can interrupt the very code that holds that lock, and hang.
+1. The signal handler of this module only sets a flag: one that saves, prints or takes a lock can interrupt the very
+   code that holds that lock, and hang.
 2. The training loop (training/trainer.py) reads the flag once a step, and before each batch of an evaluation.
    `StopConsensus` makes all ranks stop after the same step, whichever of them got the signal.
 3. The loop saves a checkpoint and raises `Preempted` (errors.py); before the first step commands/train.py raises it.
-   The command writes status.json (checkpoint/run_folder.py), and cli/__init__.py returns 75: the same command continues
-   the run. So it is after the last update while an evaluation is still to be made. Later a signal changes nothing: the
-   run exports its encoder, is "done" only then, and ends with 0 or the code of an export that failed. Until the process
-   has ended it ignores further signals, but for a second Ctrl-C before the save is done (130). Before commands/train.py
-   has entered `SignalFlag` a signal ends the process at once.
+   The command writes status.json (checkpoint/run_folder.py), and cli/__init__.py returns 75. After the last update,
+   where no evaluation is due, a signal changes nothing: the run exports its encoder and ends with 0.
 
-Who passes signals on: launch.py to its ranks, and returns the code of the first one that left with a reason, or after a
-signal what status.json says; and commands/sweep to the sweep's command. When one of them dies, of kill -9 or
-of a signal that it does not handle, the kernel sends SIGTERM (`end_with_parent`).
+launch.py passes signals on to its ranks, and commands/sweep to the sweep's command. When one of them dies, the
+kernel sends SIGTERM (`end_with_parent`).
 """
 
 import contextlib
@@ -40,8 +36,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
     """Get the signal `by` when the process that started this one ends, however it ends. Only on Linux.
 
-    Ranks whose agent was killed would go on training, beside those of the restarted job. A process that can hang needs
-    SIGKILL.
+    Ranks whose agent was killed would go on training. A process that can hang needs SIGKILL.
     """
     if sys.platform != "linux":
         return
@@ -59,16 +54,15 @@ def handlers_restored() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 class SignalFlag:
     """`with SignalFlag() as signals:`; `signals.requested` is None or the name of the first signal.
 
-    Further signals change nothing, so that a save is completed. Only a second SIGINT raises KeyboardInterrupt, for a
-    person who does not want to wait. Leaving restores the handlers from before; once a stop was requested it ignores
-    the signals instead, because a repeated one must not change the exit code of a run that has saved. Only the main
-    thread handles signals: entering in another one raises ValueError.
+    Further signals change nothing, so that a save is completed; only a second SIGINT raises KeyboardInterrupt. Leaving
+    restores the handlers from before. Once a stop was requested it ignores the signals instead: a repeated one must not
+    change the exit code of a run that has saved. Only the main thread can enter it.
     """
 
     def __init__(self) -> None:
@@ -96,7 +90,6 @@ class SignalFlag:
         ignore = self.requested is not None and kind is not KeyboardInterrupt
         for number, handler in self._before.items():
             # None: C code set the handler, which Python can neither name nor restore.
-            after = signal.SIG_DFL if handler is None else handler
-            # Python would restore the default of a handler of its own before the process has ended.
+            after = handler or signal.SIG_DFL
             signal.signal(number, signal.SIG_IGN if ignore else after)
         self._before.clear()

@@ -1,11 +1,9 @@
 """The training step as one CUDA graph: one call launches thousands of kernels, so that the host is never late.
 
 A graph replays kernels on fixed addresses. So each batch is copied into the graph's buffers, and the learning rate is
-read from the device. Each kind of step (with labels or without, prototypes frozen or not) has a graph of its own. It is
-captured after some steps that ran kernel by kernel, in which libraries choose their algorithms and allocate memory.
-
-A graph is tried in another process first (`tuning.paths`). A step that can then not be captured is reported once, and
-the run goes on without a graph.
+read from the device. Each kind of step (with labels or without, prototypes frozen or not) has a graph of its own,
+captured after some steps that ran kernel by kernel. A step that cannot be captured is reported once, and the run goes
+on without a graph.
 """
 
 import gc
@@ -28,10 +26,7 @@ WARMUP, WARMUP_IN_DDP = 3, 11
 
 
 class GraphedStep:
-    """`step(batch, lr)` is `train_step`, replayed from a graph once there is one.
-
-    The next call overwrites the result.
-    """
+    """`step(batch, lr)` is `train_step`, replayed from a graph once there is one; a call overwrites the last result."""
 
     def __init__(self, network: nn.Module, optimizer: DeviceLR, method: StepMethod, say: Say = say_line):
         self.network, self.optimizer, self.method, self.say = network, optimizer, method, say
@@ -43,7 +38,6 @@ class GraphedStep:
         self.captured: tuple[torch.cuda.CUDAGraph, Batch, Tensor] | None = None
 
     def __call__(self, batch: Batch, lr: float) -> Tensor:
-        """Make one update; return what `train_step` does, (4,), on the device. No host sync."""
         # What decides which kernels a step launches.
         frozen = self.method.prototypes is not None and batch.step < self.method.freeze_steps
         if (kind := (*(tuple(x.shape) for x in tensors(batch)), frozen)) != self.kind:
@@ -116,7 +110,6 @@ class GraphedStep:
 
 
 def tensors(batch: Batch) -> tuple[Tensor, ...]:
-    """Return all tensors of a batch that a step reads."""
     return (*batch.views, batch.labeled, batch.labels)
 
 
@@ -128,12 +121,10 @@ def first_message(error: BaseException) -> str:
 
 
 def capture_on_device(step: Callable[[], Any], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Record what `step` would launch, without running it, and return what it returned.
+    """Record what `step` would launch, without running it; return the graph and what `step` returned.
 
-    Raises RuntimeError for what cannot be recorded, such as a sync.
-
-    It records on the stream of the steps before it, unless that is CUDA's default stream, which cannot be captured:
-    autograd runs a parameter's last node on the stream it was created on, and DDP keeps those nodes (`place.join`).
+    It records on the stream of the steps before it (`place.work_stream`), unless that is CUDA's default stream, which
+    cannot be captured. Raises RuntimeError for what cannot be recorded, such as a sync.
     """
     # Beside a GPU, a step on the CPU would run during the capture, on an unwritten batch, and no replay would train.
     if device.type != "cuda":

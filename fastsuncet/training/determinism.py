@@ -18,13 +18,10 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 
 
 def set_determinism(config: Config, place: Place) -> None:
-    """Make a step a function of its inputs, down to the bit, on one kind of machine.
+    """Make a step a function of its inputs, down to the bit, on one kind of machine (docs/design.md, fast paths).
 
-    `meta.deterministic` keeps torch to kernels that give the same bits in every run; torch warns where it has none.
-    `meta.autotune` is about choosing among them: cuDNN and Inductor time several, and a restart can choose another.
-    TF32 is off, which would compute "fp32" in 10 bits.
-
-    Raises ConfigError where this torch's Inductor cannot be kept from choosing by timing.
+    TF32 is off, which would compute "fp32" in 10 bits. Raises ConfigError where this torch's Inductor cannot be kept
+    from choosing kernels by timing.
     """
     if config.meta.threads is not None:
         torch.set_num_threads(config.meta.threads)
@@ -74,10 +71,8 @@ def native_precision(device: torch.device) -> tuple[str, str]:
 def resolve_precision(config: Config, device: torch.device) -> tuple[Config, str]:
     """Return `config` with the precision that `meta.precision: auto` means here, and a note for the summary.
 
-    A written precision stays; the note says where the hardware only emulates it, which takes several times as long.
-
-    The same on all ranks: of different hardware, the precision that all of it computes. A collective for "auto". The
-    run keeps it, as if it had been written: a checkpoint of another precision is refused by name.
+    On ranks of different hardware it is what all of it computes; a collective for "auto". A written precision stays,
+    and the note says where the hardware only emulates it, which takes several times as long.
     """
     if config.meta.precision != "auto":
         native, why = native_precision(device)

@@ -113,17 +113,16 @@ TERMS = {
 
 
 def losses(config: Config, per_class: Tensor | None = None) -> tuple[Loss, Loss]:
-    """Return the config's losses on unlabeled and on labeled images, functions of outputs and labels (S,).
+    """Return the config's losses on unlabeled and on labeled images: scalars, this rank's share of a mean.
 
-    Their values are scalars, this rank's share of a mean; the second is 0 where there are no labeled images.
     `per_class` (C,), floating and on the device, counts the labeled images of each class of the data set; PAWS reads it
     with `paws.prior: labels`.
     """
-
-    def with_config(term: str) -> Loss:
-        return lambda out, labels: TERMS[term].loss(config, out, labels, per_class)
-
-    return with_config(config.criterion.instance), with_config(config.criterion.supervision)
+    terms = TERMS[config.criterion.instance].loss, TERMS[config.criterion.supervision].loss
+    instance, supervised = (
+        lambda out, labels, loss=loss: loss(config, out, labels, per_class) for loss in terms
+    )
+    return instance, supervised
 
 
 def loss_inputs(out: Outputs) -> tuple[Tensor, Tensor]:

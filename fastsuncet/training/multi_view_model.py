@@ -45,7 +45,7 @@ class MultiViewModel(nn.Module):
         unlabeled, shown = sum(map(len, views)), sum(map(len, views[:2]))
 
         def join(parts: list[Tensor]) -> Tensor:
-            """Return (V U + S, ...) of the rows of the large images, and of the small ones if there are any."""
+            """Return (V U + S, ...): views, large before small, then labeled images."""
             return torch.cat([parts[0][:shown], *parts[1:], parts[0][shown:]]) if small else parts[0]
 
         # An empty tensor has no memory layout: in a cat it would turn a channels-last batch back.
@@ -92,11 +92,9 @@ class PiecewiseModel(MultiViewModel):
     """The same pass in pieces that keep no activations: the memory of one piece (GradCache, arXiv 2101.06983).
 
     The losses see all outputs. Their backward pass recomputes one piece after the other, from the last to the first, so
-    a gradient is that of the whole batch. DDP sums it over ranks once.
-
-    BatchNorm normalizes each piece by its own statistics, the same in both passes; synchronized, by those of the n-th
-    pieces of all ranks. Running statistics move once a piece, in the first pass. A piece holds the same share of the
-    unlabeled images, each with all its views, and of the labeled ones, whose order mixes the classes.
+    a gradient is that of the whole batch. BatchNorm normalizes each piece by its own statistics, the same in both
+    passes; synchronized, by those of the n-th pieces of all ranks. A piece holds the same share of the unlabeled
+    images, each with all its views, and of the labeled ones, whose order mixes the classes.
     """
 
     def __init__(self, model: Model, most: int):  # views at a time on this rank
@@ -104,10 +102,6 @@ class PiecewiseModel(MultiViewModel):
         self.most = most
 
     def forward(self, views: Sequence[Tensor], labeled: Tensor) -> Outputs:
-        """Return what `MultiViewModel.forward` does. A batch of at most `most` views is one piece and one pass.
-
-        Use autocast without its cache, which would sum the pieces' gradients of a weight in 16 bits.
-        """
         count = len(views)
         sizes = piece_sizes(len(views[0]) if views else 0, len(labeled), count, self.most)
         if len(sizes) == 1:

@@ -1,8 +1,6 @@
 """The training step, as the paper writes it, and the network, optimizer and precision that it uses.
 
 Everything fast (channels-last, autocast, DDP, compile, CUDA graphs) wraps the step from outside.
-
-Shapes: U unlabeled images of V views and S labeled images on this rank, D the width of a projection.
 """
 
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ def train_step(
     """Make one update of SimCLR + SuNCEt (paper section 3, equations 1 and 2), or of another method, on one rank.
 
     Returns (4,) on the device: the two losses, and the norm of the gradient of each with respect to what it reads of
-    the network's outputs, which backward computes anyway. There is no host sync in here; reading is the caller's.
+    the network's outputs. No host sync.
     """
     optimizer.set_lr(lr)
     method.before_update()
@@ -37,7 +35,10 @@ def train_step(
     out = in_float32(out)
     instance_loss = method.instance_loss(out, batch.labels)  # NT-Xent
     supervised_loss = method.supervised_loss(out, batch.labels)  # SuNCEt; 0 once switched off, no branch
-    watched = watch_gradients(methods.loss_inputs(out))
+    watched = methods.loss_inputs(out)
+    for x in watched:
+        if x.requires_grad:
+            x.retain_grad()
     # DDP averages the gradients over ranks in here.
     method.scaler.scale(instance_loss + supervised_loss).backward()
     norms = gradient_norms(watched) / method.scaler.scale(method.one)
@@ -51,14 +52,6 @@ def train_step(
 def in_float32(out: Outputs) -> Outputs:
     """Return the losses' inputs in at least float32: a mixed-precision network ends in 16 bits."""
     return Outputs._make(x if x is None or x.dtype == torch.float64 else x.float() for x in out)
-
-
-def watch_gradients(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Let backward keep the gradients of `inputs`, which are no parameters; return them."""
-    for x in inputs:
-        if x.requires_grad:
-            x.retain_grad()
-    return inputs
 
 
 def gradient_norms(inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,13 +14,11 @@ class PlateauRule:
     """Decides, from the mean supervised loss of each epoch, when to switch supervision off.
 
     It switches off once the median loss of the last P epochs has failed, for P epochs, to come a fraction g below its
-    lowest value before them; or once that median is below a fraction g of the first epoch's loss, when there is nothing
-    left to learn. Never before 2 P epochs. `epochs` is P, at least 1; `gain` is g, in (0, 1].
+    lowest value before them; or once that median is below a fraction g of the first epoch's loss. Never before 2 P
+    epochs. `epochs` is P, at least 1; `gain` is g, in (0, 1].
 
-    One epoch of few labels is noisy (5 % on the recorded curves of tests/training), so P epochs are compared by their
-    median: a spike is one epoch of many. Comparing with the lowest value, and for P epochs, keeps one lucky stretch
-    from ending anything. SuNCEt's loss has a floor above 0, and close to it no fraction of the loss is left to gain.
-    Cross-entropy has none and keeps falling by a fraction on memorized images: the second half of the rule is for that.
+    Medians, because one epoch of few labels is noisy (5 % on the recorded curves of tests/training). The second half is
+    for cross-entropy, which has no floor and keeps falling by a fraction on memorized images.
     """
 
     def __init__(self, epochs: int, gain: float):
@@ -28,11 +26,8 @@ class PlateauRule:
         self.means: list[float] = []  # the finite ones so far, oldest first: the rule's whole state
 
     def add(self, mean: float) -> bool:
-        """Take the mean supervised loss of one more epoch. True: switch off from the next epoch on.
-
-        A mean that is not finite is left out: the loop refuses such a loss and names its images.
-        """
-        if not math.isfinite(mean):
+        """Take the mean supervised loss of one more epoch. True: switch off from the next epoch on."""
+        if not math.isfinite(mean):  # the loop refuses such a loss and names its images
             return False
         self.means.append(mean)
         means, span = self.means, self.epochs
@@ -44,11 +39,10 @@ class PlateauRule:
 
 
 class Supervision:
-    """`on(step)`: whether the labeled images are learned from at `step`. The answer is the same on all ranks.
+    """`on(step)`: whether the labeled images are learned from at `step`, the same on all ranks.
 
-    With `supervised_epochs: plateau` the answer depends on the losses so far, so it is part of a checkpoint: a run that
-    was stopped ends its supervision at the same step as one that was not. The cost is one sync with the device per
-    epoch, while supervision is on.
+    With `supervised_epochs: plateau` the answer depends on the losses so far, so it is part of a checkpoint. That costs
+    one sync with the device per epoch, while supervision is on.
     """
 
     def __init__(self, config: Config, arithmetic: Arithmetic, rank: int, device: torch.device):

@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from fastsuncet.checkpoint import run_folder
 from fastsuncet.checkpoint.run_folder import RunStatus, exclusive_run_folder, on_rank_0, require_run_folder
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
-from pipelines import atomic_files
 from tests.support.colors import ALONE
 from tests.support.ranks import run_ranks
 
@@ -68,17 +66,6 @@ def test_run_folder_of_a_refused_run_is_removed(tmp_path):
     with exclusive_run_folder(tmp_path / "run", ALONE):
         (tmp_path / "run" / "config.yaml").touch()
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".running", "config.yaml"}
-
-
-def test_status_on_a_full_disk_does_not_go_on_saying_that_the_run_is_running(tmp_path, monkeypatch):
-    status = RunStatus(tmp_path / "status.json", ALONE)
-    status.write("running", 1_000, "a longer message than the next")
-    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    monkeypatch.setattr(atomic_files, "replace", full)
-    status.write("failed", 7, code=5)
-    assert {"state": "failed", "step": 7, "exit_code": 5}.items() <= atomic_files.read_object(
-        status.path
-    ).items()
 
 
 def test_refuse_existing_takes_no_failing_file_server_for_an_empty_place(tmp_path, monkeypatch):
