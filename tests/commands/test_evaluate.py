@@ -185,8 +185,7 @@ def test_evaluate_reports_a_fit_that_did_not_converge(folder, capsys):
 @pytest.mark.parametrize("kind", ["linear", "knn"])
 def test_evaluate_without_validation_images_leaves_out_labels(run, labels, capsys, kind):
     Path("mine.yaml").write_text(load_encoder(run).trained.to_yaml())
-    command = ["evaluate", kind, "mine.yaml", "logging.write_tag=run"]
-    assert cli.main(command) == 0
+    assert cli.main(["evaluate", kind, "mine.yaml", "logging.write_tag=run"]) == 0
     printed = capsys.readouterr().out
     assert "18 labeled ones" in printed and "95 % interval " in printed
     (record,) = read_results(run)
