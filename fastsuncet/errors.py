@@ -13,7 +13,7 @@ class FastSuncetError(Exception):
 
 
 class ConfigError(FastSuncetError):
-    """A setting is missing, misspelled, out of range, or does not fit the world size or the data."""
+    """A setting or an argument is missing, misspelled, out of range, or does not fit the world size or the data."""
 
     exit_code = 2
 

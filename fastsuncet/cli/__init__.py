@@ -14,9 +14,9 @@ import sys
 import traceback
 from difflib import get_close_matches
 
-from fastsuncet.cli._parser import Parser, UsageError, overview
+from fastsuncet.cli._parser import Parser, overview
 from fastsuncet.distributed.signals import end_with_parent
-from fastsuncet.errors import LOST, CheckpointError, FastSuncetError
+from fastsuncet.errors import LOST, CheckpointError, ConfigError, FastSuncetError
 from pipelines.backend import lack_of_gpu_memory
 from pipelines.data_errors import DataError
 from pipelines.output import say_line
@@ -47,7 +47,7 @@ def _dispatch(arguments: list[str]) -> int:
     asked = not {"-h", "--help"}.isdisjoint(arguments)
     if not arguments or (asked and arguments[0].startswith("-")):
         print(overview(COMMANDS))
-        return 0 if arguments else UsageError.exit_code
+        return 0 if arguments else ConfigError.exit_code
     if arguments[0] in ("-V", "--version"):
         arguments = ["version", *arguments[1:]]
     if arguments[:2] == ["tune", "--child"]:  # what the command starts to try one contender
@@ -65,7 +65,7 @@ def _dispatch(arguments: list[str]) -> int:
     near = group or get_close_matches(" ".join(arguments[:2]), COMMANDS, 1)
     near = near or get_close_matches(arguments[0], COMMANDS, 1)
     hint = f"; did you mean {' or '.join(f'`fastsuncet {name}`' for name in near)}?" if near else ""
-    raise UsageError(f"unknown command {arguments[0]}{hint}\nSee `fastsuncet --help`")
+    raise ConfigError(f"unknown command {arguments[0]}{hint}\nSee `fastsuncet --help`")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,7 +133,7 @@ def _run(arguments: list[str] | None) -> int:
             f"{reason}. `nvidia-smi` shows what other programs take; with CUDA_VISIBLE_DEVICES= in front a command "
             "computes on the CPU"
         )
-        return UsageError.exit_code
+        return ConfigError.exit_code
     except OSError as error:
         if error.errno not in (*DISK_FULL, *PERMISSION, *LOST):
             raise

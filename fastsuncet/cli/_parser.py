@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from fastsuncet.errors import FastSuncetError
+from fastsuncet.errors import ConfigError
 from fastsuncet.paths import typed_path as path
 from pipelines.output import say_line
 
@@ -35,12 +35,6 @@ exit codes:
   75   stopped by a signal and saved: the same command continues (requeue it)
   124  a rank hung and is named: the same command continues
   130  interrupted from the keyboard"""
-
-
-class UsageError(FastSuncetError):
-    """The command line cannot be understood."""
-
-    exit_code = 2
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -175,7 +169,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError."""
+        """Raise ConfigError."""
         if match := re.match(r"unrecognized arguments: (\S+)", message):
             message = f"unknown argument {match[1]}"
             if near := get_close_matches(match[1], self._option_string_actions, 1, 0.7):
@@ -184,7 +178,7 @@ class Parser(argparse.ArgumentParser):
                 message += (
                     "; a setting is section.key=value, and CUDA_VISIBLE_DEVICES=0,1 shows a command two GPUs"
                 )
-        raise UsageError(f"{message}\nSee `{self.prog} --help`")
+        raise ConfigError(f"{message}\nSee `{self.prog} --help`")
 
 
 # ------------------------------------------------------------------------------------------------- values of arguments

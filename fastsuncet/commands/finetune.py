@@ -11,14 +11,12 @@ import math
 import os
 from pathlib import Path
 
-from fastsuncet.checkpoint.run_folder import RunStatus
-from fastsuncet.commands.ranks import as_rank
+from fastsuncet.commands.ranks import as_stoppable_rank
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images, validates
 from fastsuncet.data.learned_labels import left_to_judge
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import Preempted
 from fastsuncet.evaluation.classifier import learned_labels
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.finetuning.job import FineTuningJob, accuracy_table, resolve_sizes
@@ -26,8 +24,6 @@ from fastsuncet.evaluation.finetuning.record import sizes
 from fastsuncet.evaluation.scoring import labeled, true_labels
 from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models.flops import network_cost
-from fastsuncet.training.determinism import resolve_precision
-from pipelines import atomic_files
 from pipelines.output import say_line
 
 
@@ -47,18 +43,10 @@ def finetune(
     config.require_data()
     require_packages(config)
     digest = hashlib.sha256(os.fsencode("\n".join(arguments))).hexdigest()[:8]
-    # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
     status = config.run_folder / "finetune" / f".preempted-{digest}.json"
-    with as_rank(config, arguments, status) as place, SignalFlag() as signals:
-        config, _ = resolve_precision(config, place.device)
-        if place.first:
-            atomic_files.remove(status)
-        try:
-            chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
-            _finetune(config, place, chosen, every, signals)
-        except Preempted as stop:
-            RunStatus(status, place).write("preempted", None, str(stop))
-            raise
+    with as_stoppable_rank(config, arguments, status) as (config, place, signals):
+        chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
+        _finetune(config, place, chosen, every, signals)
     return 0
 
 

@@ -5,13 +5,15 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fastsuncet.checkpoint.run_folder import require_same
+from fastsuncet.checkpoint.run_folder import RunStatus, require_same
 from fastsuncet.config import Config, flat
 from fastsuncet.config.reader import INPUTS
 from fastsuncet.distributed.place import Place, join, should_start_ranks
-from fastsuncet.errors import ConfigError
-from fastsuncet.training.determinism import set_determinism
+from fastsuncet.distributed.signals import SignalFlag
+from fastsuncet.errors import ConfigError, Preempted
+from fastsuncet.training.determinism import resolve_precision, set_determinism
 from fastsuncet.versions import digest_of_sources, versions
+from pipelines import atomic_files
 
 
 @contextlib.contextmanager
@@ -39,3 +41,21 @@ def as_rank(
             require_same(values, ConfigError)
         set_determinism(config, place)
         yield place
+
+
+@contextlib.contextmanager
+def as_stoppable_rank(
+    config: Config, arguments: Sequence[str], status: Path
+) -> Iterator[tuple[Config, Place, SignalFlag]]:
+    """Join the ranks as `as_rank`; yield the config with its precision, this rank's place, and the signals it gets.
+
+    From a rank that was stopped, the process that started it gets an exit code and no reason: that is in `status`.
+    """
+    with as_rank(config, arguments, status) as place, SignalFlag() as signals:
+        if place.first:
+            atomic_files.remove(status)
+        try:
+            yield resolve_precision(config, place.device)[0], place, signals
+        except Preempted as stop:
+            RunStatus(status, place).write("preempted", None, str(stop))
+            raise

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from fastsuncet.checkpoint.run_folder import RunStatus, refuse_existing
-from fastsuncet.commands.ranks import as_rank
+from fastsuncet.checkpoint.run_folder import refuse_existing
+from fastsuncet.commands.ranks import as_stoppable_rank
 from fastsuncet.commands.train import check_before_images
 from fastsuncet.config import Config, ConfigErrors, flat
 from fastsuncet.config.reader import as_yaml
@@ -20,13 +20,10 @@ from fastsuncet.config.shipped import shipped
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.ddp import require_compiler
-from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import ConfigError, Preempted
-from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.summary import device_name
 from fastsuncet.tuning import paths, processes
 from fastsuncet.tuning.verdicts import Verdict
-from pipelines import atomic_files
 from pipelines.backend import MOST, cores_of_process, decode_threads
 from pipelines.output import say_line
 
@@ -58,13 +55,9 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
         raise ConfigError(f"--minutes must be a number above 0 and below 100,000, not {minutes:g}")
     refuse_existing(output, None)
     check_before_images(config)
-    # Read by the process that started the ranks: from a rank that was stopped it gets an exit code and no reason.
     status = output.with_name(f".preempted-{output.stem}.json")
-    with as_rank(config, arguments, status) as place, SignalFlag() as signals:
-        if place.first:
-            atomic_files.remove(status)
+    with as_stoppable_rank(config, arguments, status) as (plain, place, signals):
         stopped = lambda: signals.requested is not None  # noqa: E731
-        plain, _ = resolve_precision(config, place.device)
         images = open_images(config, place, validation=False)
         arithmetic = config.resolve(place.world_size, *images.counts())
         per_class = images.split.per_class.tolist()
@@ -97,9 +90,7 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
             say(f"{rung.name:<24} {word:<11} {outcome.problem or _times(outcome)}")
             found.append((rung, outcome))
         if any_rank(stopped()):
-            stop = Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was written")
-            RunStatus(status, place).write("preempted", None, str(stop))
-            raise stop
+            raise Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was written")
         if place.first:
             many = f", {place.world_size} processes" if place.world_size > 1 else ""
             write(output, config.file, found, f"{device_name(config, place)}{many}")
