@@ -1,15 +1,15 @@
 """Decode every image once and name the bad ones.
 
-The decoder is that of the training, and each bad file is named with the reason. A truncated file
-can go unnoticed for weeks, until a crop reaches its missing rows; this finds it in one pass. The
-index of files and sizes is kept for the runs of the config.
+The decoder is that of the training, and each bad file is named with the reason. A truncated file can go
+unnoticed for weeks, until a crop reaches its missing rows; this finds it in one pass. The index of files
+and sizes is kept for the runs of the config.
 
 examples:
   fastsuncet data check in1k_10pct data.root=/data/imagenet
   fastsuncet data check /data/imagenet/train
 
-exit codes: 0 every image is good, or data.bad_images allows the bad ones; 2 the config is wrong;
-3 there are bad images, or no images
+exit codes: 0 every image is good, or data.bad_images allows the bad ones; 2 the config is wrong; 3 there
+are bad images, or no images
 """
 
 import os

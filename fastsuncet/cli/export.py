@@ -1,19 +1,16 @@
 """Write the encoder for torchvision, timm, Hugging Face or ONNX.
 
-Writes the encoder of a run's newest good checkpoint, or of --step, for other programs: the weights
-without the projection head, in float32, and a JSON with the config, the normalization, the image
-size, the sha256 and the results. A fine-tuned encoder keeps its classifier.
+Writes the encoder of a run's newest good checkpoint, or of --step: the weights without the projection head,
+in float32, and a JSON with the config, the normalization, the image size, the sha256 and the results. A
+fine-tuned encoder keeps its classifier. docs/export.md shows how to load each format.
 
   torchvision  RUN/export/torchvision.pth  state_dict for torchvision.models
   timm         RUN/export/timm.pth         state_dict for timm.create_model
-  safetensors  RUN/export/safetensors      folder for timm ("local-dir:...") and
-                                           the Hugging Face hub
-  onnx         RUN/export/onnx.onnx        needs pip install onnx onnxscript
-                                           onnxruntime
+  safetensors  RUN/export/safetensors      folder for timm and Hugging Face
+  onnx         RUN/export/onnx.onnx        needs onnx onnxscript onnxruntime
 
-`fastsuncet train` does this at the end of a run for the formats in checkpoint.export. An export
-replaces the earlier one in RUN/export in one step. What is at --output stays, unless --force is
-given. docs/export.md shows how to load each format.
+`fastsuncet train` does this at the end of a run for the formats in checkpoint.export. An export replaces
+the earlier one in RUN/export in one step. What is at --output stays, unless --force is given.
 
 examples:
   fastsuncet export runs/in1k_10pct --to torchvision

@@ -1,14 +1,12 @@
 """Look at your images and this machine, and write a config.
 
-Looks at the images below FOLDER (number, sizes, classes, labels, bad files) and at this machine
-(GPU, memory, cores, one timed step), and writes a config in which every choice has its reason:
-method, network, image size, batch, length for the hours given, optimizer, fine-tuning. Prints the
-plan, the predicted hours and the next command. It replaces no file.
+Looks at the images below FOLDER (number, sizes, classes, labels, bad files) and at this machine (GPU,
+memory, cores, one timed step), and writes a config in which every choice has its reason. Prints the plan,
+the predicted hours and the next command. It replaces no file.
 
-FOLDER holds train/CLASS/IMAGE or CLASS/IMAGE (the folders are the classes), or any tree of images
-with --labels, a CSV whose first line is `file,label`; or tar shards. Without labels the method is
-SimCLR. The network starts from the weights that timm has published; --weights none, or no network
-connection the first time, trains from scratch.
+FOLDER holds train/CLASS/IMAGE or CLASS/IMAGE (the folders are the classes), or any tree of images with
+--labels, a CSV whose first line is `file,label`; or tar shards. The network starts from the weights that
+timm has published; --weights none, or no network connection the first time, trains from scratch.
 
 examples:
   fastsuncet init photos --labels labels.csv

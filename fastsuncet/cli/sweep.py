@@ -1,19 +1,18 @@
 r"""Run several configs, and several commands on each, from one file.
 
-Runs the commands of SWEEP (train, finetune, evaluate ..., transfer) on every run that it defines,
-one after the other, each in its own process on all GPUs of this machine. All configs are checked
-before anything starts. The same command continues a sweep: it skips what is finished and continues
-what was stopped. Overrides apply to all runs. An entry of `runs` can have its own base; without
-`name` a run has the sweep's name and what varies.
+Runs the commands of SWEEP (train, finetune, evaluate ..., transfer) on every run that it defines, one after
+the other, each in its own process on all GPUs of this machine. All configs are checked before anything
+starts. The same command continues a sweep: it skips what is finished and continues what was stopped.
+Overrides apply to all runs. Without `name` a run has the sweep's name and what varies.
 
-In a Slurm array, task T does run T; with --task each job does its share of the runs. A signal is
-passed on to the running command, and its exit code 75 is passed back.
+In a Slurm array, task T does run T; with --task each job does its share of the runs. A signal is passed on
+to the running command, and its exit code 75 is passed back.
 
   base: cifar10_suncet.yaml                 a config, relative to this file
   name: cifar10-p{data.split.fraction}      of each run
   set: {checkpoint.keep: 10}                in all runs
   vary: {data.split.fraction: [0.01, 0.1]}  a run for each combination
-  runs: {a: {meta.seed: 0}, b: {}}          a run for each entry
+  runs: {a: {meta.seed: 0}, b: {}}          a run for each, also of other bases
   commands:                                 or a plain list: [train, finetune]
     train:
     finetune: {set: {finetune.epochs: 90}, every_checkpoint: true}
@@ -22,7 +21,6 @@ passed on to the running command, and its exit code 75 is passed back.
 
 examples:
   fastsuncet sweep paper/cifar10_suncet --dry-run
-  fastsuncet sweep paper/cifar10_suncet --list
   fastsuncet sweep paper/in1k_suncet_10pct --only '*-100ep'
   sbatch --array=1-6 --gpus-per-node=1 --cpus-per-task=8 \
       tools/cluster/sweep.sbatch paper/cifar10_suncet

@@ -1,12 +1,10 @@
 """Pre-train an encoder, or continue a run where it stopped.
 
-Pre-trains the encoder that CONFIG describes. The run's folder is
-<logging.folder>/<logging.write_tag>, by default runs/ and the name of the config file. The same
-command continues the run from its newest good checkpoint.
+Pre-trains the encoder that CONFIG describes. The run's folder is <logging.folder>/<logging.write_tag>, by
+default runs/ and the name of the config file. The same command continues it from its newest good checkpoint.
 
-On several GPUs the command starts one process for each; under torchrun or Slurm it joins the
-processes that they start. Batch sizes count the images of all processes, so a config is the same
-experiment on any number of GPUs.
+On several GPUs the command starts one process for each; under torchrun or Slurm it joins the processes that
+they start. Batch sizes count the images of all processes: a config is the same experiment on any number.
 
 examples:
   fastsuncet train digits_demo                   digits: no download, no GPU

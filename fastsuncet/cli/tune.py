@@ -1,13 +1,12 @@
 """Find what makes a run faster on this machine.
 
-Times whole steps of CONFIG on this machine with what could make them faster and is not written in
-it: a CUDA graph, torch.compile, threads, read-ahead, the hardware JPEG decoder. Each is tried on
-top of those that won, in a process of its own. It must first prove that it computes the same, and
-wins if it is 3 % faster, and faster than the noise.
+Times whole steps of CONFIG with what could make them faster and is not written in it: a CUDA graph,
+torch.compile, threads, read-ahead, the hardware JPEG decoder. Each is tried on top of those that won, in a
+process of its own. It must first prove that it computes the same, and wins if it is 3 % faster, and faster
+than the noise. On several GPUs it starts one process for each, as `train` does.
 
-Writes a config with CONFIG as its base and the keys that won, each with its times. It replaces no
-file. Kernels that are right and not slower need no tuning: every run uses them. On several GPUs it
-starts one process for each, as `train` does.
+Writes a config with CONFIG as its base and the keys that won, each with its times. It replaces no file.
+Kernels that are right and not slower need no tuning: every run uses them.
 
 examples:
   fastsuncet tune digits_demo --output fast.yaml --minutes 3
