@@ -1,6 +1,5 @@
 """`fastsuncet evaluate`: measure a checkpoint, print the numbers and write them into the run's results."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from fastsuncet.data.dataset import Images, open_images, validates
 from fastsuncet.data.learned_labels import left_to_judge
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
+from fastsuncet.evaluation import scoring
 from fastsuncet.evaluation.classifier import learned_labels
 from fastsuncet.evaluation.confusion import write_with_picture, written
 from fastsuncet.evaluation.cross_validation import cross_validated
@@ -22,14 +22,6 @@ from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.knn import knn
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
-from fastsuncet.evaluation.scoring import (
-    LEARNED,
-    Measured,
-    accuracy,
-    labels_record,
-    per_class,
-    standard_error,
-)
 from fastsuncet.metrics.results import asked, send_results
 from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models.pretrained_weights import fill
@@ -37,11 +29,11 @@ from fastsuncet.models.resnet import projection_head_of
 from fastsuncet.versions import drawing_problem, versions
 from pipelines.output import say_line
 
-KINDS: dict[str, tuple[Callable[[nn.Module, Images, Config, Place], Measured], str]] = {
+KINDS = {
     "knn": (knn, "nearest neighbors"),
     "npi": (npi, "SuNCEt's non-parametric inference"),
     "linear": (linear, "linear classifier on frozen representations"),
-    "accuracy": (accuracy, "the network's own classifier"),
+    "accuracy": (scoring.accuracy, "the network's own classifier"),
 }
 
 WITHOUT_VALIDATION = ("knn", "linear")  # are cross-validated on the labels where data.validation is null
@@ -92,7 +84,7 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
                 shown, known = left_to_judge(images, Path(encoder.source), place)
             measured = KINDS[kind][0](network, shown, config, place)
         if known:
-            measured = replace(measured, learned=known, notes=(*measured.notes, LEARNED))
+            measured = replace(measured, learned=known, notes=(*measured.notes, scoring.LEARNED))
         if place.first:
             if not files:
                 for line in _heading(kind, measured, shown, config, encoder):
@@ -130,7 +122,7 @@ def _network(encoder: Encoder, kind: str, config: Config) -> nn.Module:
     return nn.Sequential(encoder.module, encoder.classifier)
 
 
-def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, images: Images) -> dict:
+def _record(config: Config, kind: str, measured: scoring.Measured, encoder: Encoder, images: Images) -> dict:
     a = config.data.augmentation
     size, resize = view_size(a.size)
     setting = measured.setting | {"size": size, "resize": resize}
@@ -145,11 +137,11 @@ def _record(config: Config, kind: str, measured: Measured, encoder: Encoder, ima
         "kind": kind,
         "metrics": measured.metrics,
         "images": measured.images,
-        "labels": labels_record(images, config),
+        "labels": scoring.labels_record(images, config),
         "encoder": encoder.record(),
         "setting": setting,
         "asked": asked(config, kind),
-        "classes": per_class(measured.predicted, measured.truth, images.train.classes),
+        "classes": scoring.per_class(measured.predicted, measured.truth, images.train.classes),
         "run": config.run_folder.name,
         "versions": versions(),
         **({"learned": measured.learned} if measured.learned else {}),
@@ -162,7 +154,9 @@ def _unnormalized(config: Config) -> bool:
     return not any(a.mean) and set(a.std) == {1.0}
 
 
-def _heading(kind: str, measured: Measured, images: Images, config: Config, encoder: Encoder) -> list[str]:
+def _heading(
+    kind: str, measured: scoring.Measured, images: Images, config: Config, encoder: Encoder
+) -> list[str]:
     """Return what the numbers are of, in the columns of a run's summary."""
     of_one = ("converged", "chosen_strength")  # of one checkpoint: its own line has them
     setting = [
@@ -191,10 +185,10 @@ def _name(encoder: Encoder) -> str:
     return f"step {encoder.step:,} ({epoch}{encoder.method}{tuned})"
 
 
-def _accuracy(measured: Measured) -> str:
+def _accuracy(measured: scoring.Measured) -> str:
     """Return the accuracies in percent, with the binomial standard error."""
     top1 = measured.metrics["top1"]
-    parts = [f"{100 * top1:.2f} %, standard error {100 * standard_error(top1, measured.images):.2f}"]
+    parts = [f"{100 * top1:.2f} %, standard error {100 * scoring.standard_error(top1, measured.images):.2f}"]
     if "top5" in measured.metrics:
         parts.append(f"top 5 {100 * measured.metrics['top5']:.2f} %")
     if "top1_weighted" in measured.metrics:
