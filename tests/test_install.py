@@ -19,7 +19,7 @@ from tests.support.scripts import shadow
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "configs", "fastsuncet", "pipelines")
-KINDS = {".py", ".typed", ".yaml", ".csv", ".md", ".cu", ".cuh", ".cc", ".h"}
+KINDS = {".py", ".typed", ".yaml", ".csv", ".md", ".cu", ".cuh", ".cc", ".h", ".css", ".js"}
 
 
 def install(folder: Path) -> Path:

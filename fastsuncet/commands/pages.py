@@ -1,4 +1,4 @@
-"""The HTML pages of `predict` and `suggest`, and the frame of all pages.
+"""The HTML pages of `predict` and `suggest`, and the frame of all pages; pages.css and labeling.js belong to them.
 
 A page holds all that it shows: nothing is loaded from another file or host.
 """
@@ -10,6 +10,7 @@ import io
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,20 +20,11 @@ from PIL import Image
 from pipelines.datasets.image_headers import read_rgb
 from pipelines.output import counted, say_line
 
-# Of all pages.
-STYLE = """\
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 1.5em auto; padding: 0 1em;
-  overflow-wrap: anywhere; }
-h1 { font-size: 1.5em; margin: 0; }
-h2 { font-size: 1.15em; margin: 2em 0 .5em; border-bottom: 1px solid #8888; }
-"""
 
-
-def html_page(title: str, style: str, body: str, *, head: str = "", script: str = "") -> str:
+def html_page(kind: str, title: str, body: str, *, head: str = "", script: str = "") -> str:
     """Return a page in which a browser loads nothing and runs no script but `script`.
 
-    `style` is CSS after STYLE, `body` and further lines of `head` are HTML; `title` is text.
+    `kind` is its class in pages.css, `body` and further lines of `head` are HTML; `title` is text.
     """
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     if script:
@@ -45,11 +37,15 @@ def html_page(title: str, style: str, body: str, *, head: str = "", script: str 
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 {head}<title>{html.escape(title)}</title>
-<style>{STYLE}{style}</style>
-</head><body>
+<style>{_file("pages.css")}</style>
+</head><body class="{kind}">
 {body}
 {script}</body></html>
 """
+
+
+def _file(name: str) -> str:
+    return (files("fastsuncet.commands") / name).read_text(encoding="utf-8")
 
 
 def thumbnail(image: Path | bytes | np.ndarray, side: int) -> str:
@@ -74,17 +70,6 @@ SIDE = 160  # pixels of a thumbnail, of about 5 kB
 OF_CLASS = 8  # pictures of a class, the surest and as many of the least sure, at most
 THUMBNAILS = 1200  # in the parts by class, at most: 6 MB
 BETWEEN, GAP = 120, 0.2  # pictures between two classes, at most; how close their probabilities are
-PREDICTION_STYLE = """\
-h3 { font-size: 1em; font-weight: 400; margin: .8em 0 .3em; color: #777; }
-p { margin: .3em 0; }
-nav { display: flex; flex-wrap: wrap; gap: .2em .8em; margin-top: 1em; }
-.row { display: grid; grid-template-columns: repeat(auto-fill, minmax(7.5em, 1fr)); gap: .7em; }
-figure { margin: 0; min-width: 0; }
-img { width: 100%; aspect-ratio: 1; object-fit: contain; background: #8882; border-radius: 4px; }
-figcaption { font-size: .8em; line-height: 1.3; }
-figcaption span { display: block; }
-small { color: #777; display: block; overflow: hidden; text-overflow: ellipsis; white-space: nowrap; }
-"""
 
 
 class Prediction(NamedTuple):
@@ -133,7 +118,7 @@ def prediction_page(predictions: Sequence[Prediction], folder: Path, about: Iter
     for each in close[:BETWEEN]:
         pairs[" or ".join(map(_isolated, sorted((each.label, each.second_label))))].append(each)
     parts += [_row(pair, pairs[pair], folder) for pair in sorted(pairs, key=lambda pair: -len(pairs[pair]))]
-    return html_page(f"Predictions of {folder}", PREDICTION_STYLE, "\n".join(parts))
+    return html_page("predictions", f"Predictions of {folder}", "\n".join(parts))
 
 
 def _isolated(name: str) -> str:
@@ -157,69 +142,6 @@ def _row(title: str, found: Iterable[Prediction], folder: Path) -> str:
 # -------------------------------------------------------------------------------------------- images to label
 SAVED = "new-labels.csv"  # not the name of the file that the run reads: nobody should replace that
 LARGE_SIDE = 480  # pixels of a picture, of about 40 kB
-LABELING_STYLE = """\
-body { font-size: 16px; max-width: 44em; margin: 1em auto; }
-img { width: 100%; height: 55vh; object-fit: contain; background: #8882; border-radius: 4px; }
-button, input { font: inherit; padding: .4em .8em; margin: .2em .3em .2em 0; min-height: 2.6em;
-  box-sizing: border-box; max-width: 100%; overflow-wrap: anywhere; }
-#name { color: #777; }
-kbd { opacity: .6; margin-right: .4em; }
-button b { margin-left: .4em; }
-@media (hover: none) { kbd { display: none; } }
-@media (max-width: 40em) { img { height: 45vh; } }
-"""
-SCRIPT = """\
-const data = JSON.parse(document.getElementById("data").textContent);
-const keys = "123456789abcdefghijklmnopqrstvwxy";  // u is undo, z the next picture without a label
-const get = id => document.getElementById(id);
-const memory = "fastsuncet:" + data.id;
-let given = {}, order = [], at = 0;
-try { ({given, order} = JSON.parse(localStorage.getItem(memory)) || {given, order}); } catch { /* not allowed here */ }
-for (const label of Object.values(given)) if (!data.classes.includes(label)) data.classes.push(label);
-const next = () => { const n = data.files.length; for (let i = 1; i <= n; i++)
-  if (!(data.files[(at + i) % n] in given)) { at = (at + i) % n; return; } };
-function keep() {
-  try { localStorage.setItem(memory, JSON.stringify({given, order})); } catch { /* not allowed here */ }
-  show();
-}
-function give(label) { const file = data.files[at]; given[file] = label; order = order.filter(x => x !== file);
-  order.push(file); next(); keep(); }
-function undo() { const file = order.pop(); if (file === undefined) return;
-  delete given[file]; at = data.files.indexOf(file); keep(); }
-function add() { const label = get("new").value.trim(); if (!label) return;
-  if (!data.classes.includes(label)) data.classes.push(label); get("new").value = ""; get("new").blur(); give(label); }
-function show() {
-  const file = data.files[at];
-  get("picture").src = data.pictures[at]; get("name").textContent = file + (file in given ? ": " + given[file] : "");
-  const all = data.files.length, guesses = new Map(data.guesses[at]);
-  get("progress").textContent =
-    order.length < all ? order.length + " of " + all + " labeled" : "all " + all + " labeled: save them";
-  get("classes").replaceChildren(...data.classes.map((label, i) => { const button = document.createElement("button");
-    if (keys[i]) { const key = document.createElement("kbd"); key.textContent = keys[i]; button.append(key); }
-    button.append(label);
-    if (guesses.has(label)) { const sure = document.createElement("b"); sure.textContent = guesses.get(label);
-      button.append(sure); }
-    button.onclick = () => give(label); return button; }));
-}
-function save() {
-  const cell = text => /[",\\n\\r]/.test(text) || text !== text.trim() ? '"' + text.replaceAll('"', '""') + '"' : text;
-  const lines = ["file,label", ...order.map(file => cell(file) + "," + cell(given[file]))];
-  const link = document.createElement("a"); link.download = data.saved;
-  link.href = URL.createObjectURL(new Blob([lines.join("\\n") + "\\n"], {type: "text/csv"})); link.click();
-}
-get("undo").onclick = undo; get("skip").onclick = () => { next(); show(); }; get("save").onclick = save;
-get("add").onclick = add;
-document.onkeydown = event => {
-  // Enter can also end a word of an input method.
-  if (event.target === get("new")) { if (event.key === "Enter" && !event.isComposing) add(); return; }
-  if (event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;  // a key held down labels one picture
-  const i = keys.indexOf(event.key);
-  if (event.key === "u") undo(); else if (event.key === "z") { next(); show(); }
-  else if (i >= 0 && i < data.classes.length) give(data.classes[i]);
-};
-if (data.files[0] in given) next();
-show();
-"""
 
 
 def labeling_page(
@@ -247,4 +169,4 @@ def labeling_page(
 <p id="classes"></p>
 <p><input id="new" placeholder="another class"><button id="add">add</button></p>
 <script type="application/json" id="data">{held}</script>"""
-    return html_page(f"{len(names)} images to label", LABELING_STYLE, body, script=SCRIPT)
+    return html_page("labeling", f"{len(names)} images to label", body, script=_file("labeling.js"))

@@ -46,21 +46,6 @@ POINTS = 1000  # of a curve, at most
 EVERY = 10  # seconds: between two looks of `watch`, and until a browser reads the page again
 Json = dict[str, Any]
 
-STYLE = """\
-dl { columns: 2 26em; column-gap: 3em; margin: 0; }
-dl div { display: flex; gap: 1em; padding: .2em 0; border-bottom: 1px solid #8883; break-inside: avoid; }
-dt { flex: 0 0 55%; font-weight: 600; }
-dd { margin: 0; }
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24em), 1fr)); gap: 1em 2em; }
-svg { width: 100%; height: auto; }
-@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate(180deg); } }
-img { max-width: 100%; }
-ul { padding-left: 1.2em; }
-pre { background: #8882; padding: .8em 1em; white-space: pre-wrap; }
-.state { margin: .2em 0 1em; }
-.warning { border-left: .35em solid; background: #8882; padding: .6em 1em; }
-"""
-
 
 def write_page(run: Path, *, refresh: bool = False) -> Path:
     """Write RUN/page.html in one step and return it; with `refresh` a browser reads it again every EVERY seconds.
@@ -126,7 +111,7 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     every = html.escape((run / "config.yaml").read_text(encoding="utf-8"))
     parts.append(f"<details><summary>All settings (config.yaml)</summary><pre>{every}</pre></details>")
     parts += ["<h2>Environment</h2>", _facts(_environment(meta, of["chosen"]))]
-    return html_page(name, STYLE, "\n".join(parts), head=again)
+    return html_page("run", name, "\n".join(parts), head=again)
 
 
 def _text(value: Any) -> str:
