@@ -7,6 +7,7 @@ at the steps that learn from them.
 
 import io
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from pipelines.sampling.step_plan import BatchDraws, Plan
 
 COLUMNS = 8
 CAPTION = 22  # characters
-NAMES = {"dali": "DALI", "torchvision": "torchvision"}
 
 Pictures = list[tuple[np.ndarray, str]]  # (H, W, 3) in [0, 1], and a caption
 
@@ -44,10 +44,15 @@ def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -
     """
     if problem := drawing_problem():
         raise ConfigError(problem)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    require_picture(path)
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise ConfigError(
+            f"--output {path} is not the name of a picture: it must end in one of {', '.join(sorted(kinds))}"
+        )
     require_packages(config)
     refuse_existing(path, force)
     rows = sheet(config, step)
@@ -77,17 +82,6 @@ def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -
     return path
 
 
-def require_picture(path: Path) -> None:
-    """Raise ConfigError for a name that matplotlib would change, or for which it would end in a traceback."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    kinds = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix.lower().removeprefix(".") not in kinds:
-        raise ConfigError(
-            f"--output {path} is not the name of a picture: it must end in one of {', '.join(sorted(kinds))}"
-        )
-
-
 def sheet(config: Config, step: int) -> list[tuple[str, Pictures]]:
     """Return (title, pictures) of each row from top to bottom: part of the batch of `step`.
 
@@ -99,29 +93,25 @@ def sheet(config: Config, step: int) -> list[tuple[str, Pictures]]:
     # process stands for all, because a batch size given over all processes does not depend on their number.
     arithmetic = config.resolve(1, *images.counts())
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
-    try:
+    with closing(stream):
         rows = _unlabeled(config, stream, step) if stream.views else []
         if step < arithmetic.supervised_steps:
             rows.append(("labeled", _labeled(config, stream, step)))
-        return rows
-    finally:
-        stream.close()
+    return rows
 
 
 def _unlabeled(config: Config, stream: PairedStream, step: int) -> list[tuple[str, Pictures]]:
     """Return the batch's first images and their views by every installed back-end."""
     plan, index = stream.plan(UNLABELED, 0), stream.index
     first = SomeRows(plan, np.arange(min(COLUMNS, plan.batch)))
-    backends: list[Backend] = ["dali", "torchvision"] if dali_problem() is None else ["torchvision"]
-    seen = {backend: _views(config, first, backend, step) for backend in backends}
-    draws = seen[backends[0]][1]
-    numbers = draws.indices.tolist()
-    stored = [index.rgb(i) for i in numbers]
-    rows = [("images", [(pixels / 255, index.name(i)) for i, pixels in zip(numbers, stored)])]
+    names: dict[Backend, str] = {"dali": "DALI"} if dali_problem() is None else {}
+    names["torchvision"] = "torchvision"
+    seen = {name: _views(config, first, backend, step) for backend, name in names.items()}
+    draws = next(iter(seen.values()))[1]
+    rows = [("images", [(index.rgb(i) / 255, index.name(i)) for i in draws.indices.tolist()])]
     for view in range(len(plan.augmentations)):
-        for backend in backends:
-            pictures = seen[backend][0][view]
-            rows.append((f"view {view + 1}\n{NAMES[backend]}", [(picture, "") for picture in pictures]))
+        for name, (views, _) in seen.items():
+            rows.append((f"view {view + 1}\n{name}", [(picture, "") for picture in views[view]]))
     return rows
 
 
@@ -162,10 +152,8 @@ def _views(
 ) -> tuple[list[list[np.ndarray]], BatchDraws]:
     """Return the pictures of each view without normalization, and their draws, stand-ins included."""
     view = plan.augmentations[0]
+    mean, std = np.array(view.mean), np.array(view.std)
     loader = Loader(plan, LoaderOptions(backend=backend), bad_images=config.data.bad_images)
-    try:
-        mean, std = (np.array(values) for values in (view.mean, view.std))
+    with closing(loader):
         batches = [tensor.permute(0, 2, 3, 1).numpy() * std + mean for tensor in loader(step)]
         return [list(np.clip(batch, 0, 1)) for batch in batches], loader.draws(step)
-    finally:
-        loader.close()
