@@ -31,13 +31,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 MARKERS = "osD^vPX*"
 DASHES: tuple = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 DPI = 200
-CROSSED: dict[str, Any] = {
-    "color": "black",
-    "marker": "|",
-    "markersize": 11,
-    "markeredgewidth": 1.6,
-    "ls": "none",
-}
+CROSSED: dict[str, Any] = {"color": "black", "marker": "|", "ms": 11, "mew": 1.6, "ls": "none", "zorder": 4}
 # Cost -> (label of the axis, what the cost is multiplied by, whether numbers have prefixes of SI: 20k, 3G).
 AXES = {
     "epochs": ("epochs of pre-training", 1, False),
@@ -137,7 +131,7 @@ def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str
         if base is None or best is None or not base.rivals(group):
             continue
         if mean[0] < best and (at := crossing(x, mean.tolist(), best)):
-            axes.plot([at[0]], [best], zorder=4, label="first as good, interpolated", **CROSSED)
+            axes.plot([at[0]], [best], label="first as good, interpolated", **CROSSED)
     if any(len(group.curves) > 1 for group in groups):
         axes.fill_between([], [], color="0.5", alpha=0.25, lw=0, label="lowest to highest of the seeds")
     axes.set_xlabel(label)

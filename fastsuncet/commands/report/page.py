@@ -62,15 +62,14 @@ def write_page(run: Path, *, refresh: bool = False) -> Path:
 
 def watch(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> None:
     """Write the pages of `runs` anew whenever a run goes on, until all of them are done."""
-    seen: dict[Path, tuple] = {}
+    seen: dict[Path, dict] = {}
     while True:
         going = [run for run in runs if atomic_files.read_object(run / "status.json").get("state") != "done"]
         for run in runs:
             # What changes when a run goes on, or is evaluated.
             files = [run / name for name in (writer.JSONL, "status.json", VIEWS)]
-            files += sorted((run / RESULTS).glob("*.json"))
-            stats = [(path.name, path.stat()) for path in files if path.exists()]
-            stamp = tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
+            files += (run / RESULTS).glob("*.json")
+            stamp = {path: path.stat().st_mtime_ns for path in files if path.exists()}
             if stamp != seen.get(run):
                 path, seen[run] = write_page(run, refresh=run in going), stamp
                 say_line(f"wrote {path}")

@@ -4,8 +4,10 @@ Two results are one measurement if they were made with the same settings, except
 the machine: these are named in a note.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -50,30 +52,24 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
             setting["data"] = setting.pop("validation", images[run])
     # Over all runs: a setting that differs in one of them makes two measurements in all of them.
     splitting, notes = compare_settings([record for found in records.values() for record in found])
-    homes: dict[Path, tuple[str, str, Config | None]] = {}  # (name, method, config) of each encoder's run
-    table: dict[tuple[Path, Measurement], dict[int | None, list[Point]]] = {}
-
-    def add(home: str, measurement: Measurement, made: Point) -> None:
-        table.setdefault((Path(home).resolve(), measurement), {}).setdefault(made.step, []).append(made)
-
+    homes = {run.resolve(): (str(run), methods.name(config), config) for run, config in configs.items()}
+    table: dict[tuple[Path, Measurement], dict[int | None, list[Point]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for run, found in records.items():
-        config = configs[run]
-        homes.setdefault(run.resolve(), (str(run), methods.name(config), config))
         for record in found:
-            kind, home, one = measurement_of(record), home_of(record, run, config), record["encoder"]
-            if Path(home).resolve() not in homes:
-                path = Path(home) / "config.yaml"
-                other = load_config(path) if path.is_file() else None
-                method = methods.name(other) if other else one.get("method") or Path(home).name
-                homes[Path(home).resolve()] = (home, method, other)
+            kind, name, one = measurement_of(record), home_of(record, run, configs[run]), record["encoder"]
+            if (home := Path(name).resolve()) not in homes:
+                other = load_config(path) if (path := home / "config.yaml").is_file() else None
+                method = methods.name(other) if other else one.get("method") or home.name
+                homes[home] = (name, method, other)
             tag = tuning_of(record) if "finetuned" in record["setting"] else None
             tuned = "" if tag is None else f"fine-tuned first ({tag})" if tag else "fine-tuned first"
             parts = ", ".join(filter(None, [tuned, variant(record, splitting[kind])]))
             made = point(one.get("step"), one.get("epoch"), one.get("ledger") or {}, dict(record["metrics"]))
-            add(home, kind._replace(variant=parts), made)
-        for measurement, made in _online(run, config):
-            parts = [measurement.variant, f"data={images[run]}" if several else ""]
-            add(str(run), measurement._replace(variant=", ".join(filter(None, parts))), made)
+            table[home, kind._replace(variant=parts)][made.step].append(made)
+        for measurement, made in _online(run, configs[run], f"data={images[run]}" if several else ""):
+            table[run.resolve(), measurement][made.step].append(made)
     curves = []
     for (home, measurement), by_step in table.items():
         name, method, config = homes[home]
@@ -94,14 +90,14 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
                 settings=experiment(config) if config else (("encoder", name),),
             )
         )
-    evaluated_runs = {home for home, _ in table}
-    silent = [f"{run}: nothing was evaluated yet" for run in records if run.resolve() not in evaluated_runs]
+    evaluated = {home for home, _ in table}
+    silent = [f"{run}: nothing was evaluated yet" for run in records if run.resolve() not in evaluated]
     beside = [f"left out, no folder of a run: {first_five([str(path) for path in others])}"] if others else []
     return curves, beside + silent + notes
 
 
-def _online(run: Path, config: Config) -> Iterator[tuple[Measurement, Point]]:
-    """Yield the k-NN accuracies of a run's own metrics lines."""
+def _online(run: Path, config: Config, data: str) -> Iterator[tuple[Measurement, Point]]:
+    """Yield the k-NN accuracies of a run's own metrics lines; `data` belongs to the variant of the measurement."""
     split = config.data.split
     kind = "all" if split.kind == "none" else split.kind
     known = labels_text({"kind": kind, "fraction": split.fraction, "count": split.images})
@@ -113,7 +109,8 @@ def _online(run: Path, config: Config) -> Iterator[tuple[Measurement, Point]]:
         metrics = {KNN: line["knn_accuracy"], **{key: line[key] for key in RANKS if key in line}}
         # Of a draw of labels, the number differs from seed to seed, and seeds must stay comparable.
         counted = f"{line['knn_supports']:,} supports" if split.kind in ("none", "all") else ""
-        yield Measurement(ONLINE, labels, counted), point(line["step"], line.get("epoch"), line, metrics)
+        measurement = Measurement(ONLINE, labels, ", ".join(filter(None, [counted, data])))
+        yield measurement, point(line["step"], line.get("epoch"), line, metrics)
 
 
 def numbers(line: Json) -> Json:
@@ -148,31 +145,28 @@ def compare_settings(records: list[Json]) -> tuple[dict[Measurement, set[str]], 
 
     For one encoder all keys that differ between its results split; between encoders, all but OWN, which a note names.
     """
-    kinds: dict[Measurement, list[Json]] = {}
+    kinds: dict[Measurement, dict[str, list[Json]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
-        kinds.setdefault(measurement_of(record), []).append(record)
+        kinds[measurement_of(record)][str(record["encoder"].get("source"))].append(record["setting"])
     splitting, notes = {}, []
-    for kind, members in kinds.items():
-        encoders: dict[str, list[Json]] = {}
-        for record in members:
-            encoders.setdefault(str(record["encoder"].get("source")), []).append(record)
-        within = set().union(*(_differing(group, missing=True) for group in encoders.values()))
-        between = _differing(members, missing=False)  # an older result can lack what newer ones record
+    for kind, encoders in kinds.items():
+        within = set().union(*(_differing(settings, missing=True) for settings in encoders.values()))
+        between = _differing(
+            [*chain(*encoders.values())], missing=False
+        )  # an older result can lack newer keys
         splitting[kind] = (within | between.difference(OWN)).difference(OUTCOMES)
         if own := sorted(between.intersection(OWN)):
             notes.append(f"{kind}: not all runs were evaluated with the same {', '.join(own)}")
     return splitting, notes
 
 
-def _differing(records: list[Json], *, missing: bool) -> set[str]:
-    """Return the keys of "setting" with different values; `missing`: a missing key is a value too."""
-    settings = [record["setting"] for record in records]
-    differing = set()
-    for key in set().union(*settings):
-        values = [setting.get(key) for setting in settings if missing or key in setting]
-        if any(value != values[0] for value in values):
-            differing.add(key)
-    return differing
+def _differing(settings: list[Json], *, missing: bool) -> set[str]:
+    """Return the keys with different values; `missing`: a missing key is a value too."""
+
+    def values(key: str) -> list[Any]:
+        return [setting.get(key) for setting in settings if missing or key in setting]
+
+    return {key for key in set().union(*settings) if any(value != values(key)[0] for value in values(key))}
 
 
 def variant(record: Json, splitting: set[str]) -> str:
