@@ -87,15 +87,6 @@ class Chromium:
             self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, autoRepeat=i > 0, **typed)
         self.ask("Input.dispatchKeyEvent", type="keyUp", key=key)
 
-    def click(self, selector: str) -> None:
-        """Click on the middle of an element."""
-        found = f"document.querySelector({json.dumps(selector)})"
-        self.run(f"{found}.scrollIntoView()")
-        box = self.run(f"{found}.getBoundingClientRect().toJSON()")
-        at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
-        for kind in ("mousePressed", "mouseReleased"):
-            self.ask("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
-
     def download(self, name: str) -> str:
         """Return the content of a download once it is complete."""
         end = time.monotonic() + SECONDS

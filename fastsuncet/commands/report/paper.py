@@ -1,7 +1,7 @@
 """The paper's own numbers as curves: paper_points.csv, each with its table, figure or text.
 
 paper_claims.md compares the percentages that the paper prints with what the report's rule makes of its points; a test
-recomputes them.
+recomputes its table.
 """
 
 import csv
