@@ -53,6 +53,7 @@ DIGEST = hashlib.sha256().digest_size
 # A folder, files, also those of a dictionary with their classes, or pixels (N, H, W, 3) uint8.
 ImageInput = str | Path | Iterable[str | Path] | NDArray[Any]
 Skipped = dict[int, str]  # number of an image -> why it has no row
+ANY_NUMBER = {"data.bad_images": 1_000_000_000}  # of images that cannot be read are left out
 SHOWN = 20  # skipped images that are printed
 FORMATS = (".npz", ".parquet")
 MOST_NAMES = 1 << 30  # bytes
@@ -123,11 +124,6 @@ def one_process() -> Place:
     return place
 
 
-def allowing_bad(config: Config) -> Config:
-    """Return the config of a command that leaves out what cannot be read, however many images that are."""
-    return config.with_values({"data.bad_images": 1_000_000_000})
-
-
 @contextmanager
 def advising_skip_bad(skip_bad: bool) -> Iterator[None]:
     """Add to a BadImage of the body that --skip-bad leaves such images out, unless it was given."""
@@ -137,13 +133,14 @@ def advising_skip_bad(skip_bad: bool) -> Iterator[None]:
         raise error if skip_bad else DataError(f"{error}\nOr leave them out: --skip-bad") from None
 
 
-def skipped_lines(skipped: Skipped, index: ImageIndex, what: str = "") -> list[str]:
-    """Return the skipped images and why, the first SHOWN of them; `what` it means for the output."""
-    if not skipped:
-        return []
-    lines = [f"skipped      {counted(len(skipped), 'image')} that cannot be decoded{what}:"]
-    lines += [f"  {index.name(i)}: {reason}" for i, reason in sorted(skipped.items())[:SHOWN]]
-    return [*lines, *([f"  and {len(skipped) - SHOWN:,} more"] if len(skipped) > SHOWN else [])]
+def say_skipped(skipped: Skipped, index: ImageIndex, what: str = "") -> None:
+    """Print the skipped images and why, the first SHOWN of them; `what` it means for the output."""
+    if skipped:
+        say_line(f"skipped      {counted(len(skipped), 'image')} that cannot be decoded{what}:")
+        for i, reason in sorted(skipped.items())[:SHOWN]:
+            say_line(f"  {index.name(i)}: {reason}")
+        if len(skipped) > SHOWN:
+            say_line(f"  and {len(skipped) - SHOWN:,} more")
 
 
 @dataclass
@@ -306,8 +303,7 @@ def embed(
     with advising_skip_bad(skip_bad):
         work = FolderPass(encoder.module, encoder.width, index, view, place, batch, skip_bad)
         rows = work.write(output, save, force=force)
-    for line in skipped_lines(work.skipped, index, "; their features are NaN"):
-        say_line(line)
+    say_skipped(work.skipped, index, "; their features are NaN")
     count = len(index) - len(work.skipped)
     say_line(f"wrote {output}: {count:,} images, {rows.shape[1]:,} features of {encoder.source}")
 

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.embed import (
+    ANY_NUMBER,
     FolderPass,
     ImageInput,
     advising_skip_bad,
-    allowing_bad,
     check_output,
     encoder_of,
     known_view,
     one_process,
     opened,
-    skipped_lines,
+    say_skipped,
 )
 from fastsuncet.commands.pages import Prediction, prediction_page
 from fastsuncet.config import Config
@@ -77,14 +77,20 @@ def predict(
     decoded = ~np.isnan(rows[:, 1])
     new = decoded & ~fitted_to(classifier, index)
     counted = new if new.any() else decoded
-    summary = _summary(rows[counted, 1], int(decoded.sum() - new.sum()), not new.any())
-    for line in (*skipped_lines(work.skipped, index, "; their cells are empty"), *summary):
-        say_line(line)
+    say_skipped(work.skipped, index, "; their cells are empty")
+    sure, labeled = rows[counted, 1], int(decoded.sum() - new.sum())
+    unsure = int((sure < UNSURE).sum())
+    summary = f"images       mean probability {100 * sure.mean():.1f} %; {unsure:,} of {len(sure):,} "
+    summary += f"({100 * unsure / len(sure):.0f} %) below {UNSURE}"
+    if labeled:
+        fitted = f"the {labeled:,} labeled ones are not counted"
+        summary += f"; {fitted if new.any() else 'all of them are labeled, and it is less sure of others'}"
+    say_line(summary)
     say_line(f"wrote {output}: {len(index) - len(work.skipped):,} images")
     if page:
         every = _predictions(rows, names, classifier.classes)
         found = [each for each, kept in zip(every, counted) if kept and isinstance(each, Prediction)]
-        about = [*describe(classifier), *summary]
+        about = [*describe(classifier), summary]
         text = prediction_page(found, folder, about)
         with disk_errors(shown, "--output"):
             # Names of files and folders are bytes: one that is not UTF-8 is shown with question marks.
@@ -109,7 +115,7 @@ def _begun(
     encoder, config = encoder_of(where)
     run = run_of(encoder, config)
     if skip_bad:
-        config = allowing_bad(config)
+        config = config.with_values(ANY_NUMBER)
     encoder, classifier, lines = best_classifier(encoder, config, place, run, skip_bad=skip_bad)
     for line in lines:
         say_line(line)
@@ -143,12 +149,3 @@ def _save(path: Path, found: Iterable[Prediction | str]) -> None:
     kinds = (pa.string(), pa.string(), pa.float32(), pa.string(), pa.float32())
     columns = [pa.array(column, kind) for column, kind in zip(zip(*rows, strict=True), kinds, strict=True)]
     parquet.write_table(pa.table(columns, names=COLUMNS), path)
-
-
-def _summary(sure: np.ndarray, labeled: int, all_labeled: bool) -> list[str]:
-    """Return how sure the predictions are of images that the classifier was not fitted to, or of the `labeled` ones."""
-    unsure = int((sure < UNSURE).sum())
-    below = f"{unsure:,} of {len(sure):,} ({100 * unsure / len(sure):.0f} %) below {UNSURE}"
-    note = f"; the {labeled:,} labeled ones are not counted" if labeled else ""
-    note = "; all of them are labeled, and it is less sure of others" if all_labeled else note
-    return [f"images       mean probability {100 * sure.mean():.1f} %; {below}{note}"]

@@ -8,13 +8,13 @@ import torch
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.embed import (
+    ANY_NUMBER,
     FolderPass,
-    allowing_bad,
     check_output,
     encoder_of,
     known_view,
     one_process,
-    skipped_lines,
+    say_skipped,
 )
 from fastsuncet.commands.pages import LARGE_SIDE, SAVED, labeling_page, thumbnail
 from fastsuncet.config import Config
@@ -63,13 +63,10 @@ def suggest(
     if (labels := found.labeled + count) > SHOWN_TO_HELP:
         say_line(f"note: with {labels:,} labels a gain over random images is undecided, see RESULTS.md")
     how = f"open {shown}, which saves {SAVED}" if page else "write each label behind its comma"
-    if found.labeled:
-        say_line(f"next  {how}, and add the lines to your CSV")
-    else:
-        say_line(f"next  {how}")
-        say_line(
-            f"then  fastsuncet init FOLDER --labels {SAVED if page else output} --weights RUN --output again.yaml"
-        )
+    say_line(f"next  {how}" + (", and add the lines to your CSV" if found.labeled else ""))
+    if not found.labeled:
+        table = SAVED if page else output
+        say_line(f"then  fastsuncet init FOLDER --labels {table} --weights RUN --output again.yaml")
 
 
 def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Suggestions:
@@ -81,7 +78,7 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
     place = one_process()
     encoder, config = encoder_of(where)
     config.require_data()
-    config = allowing_bad(config)
+    config = config.with_values(ANY_NUMBER)
     images = open_images(config, place, validation=False)
     index, split = images.train, images.split
     if config.data.split.kind == "none" and (index.labels >= 0).any():
@@ -99,8 +96,7 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
     work = FolderPass(encoder.module, encoder.width, taken, view, place, skip_bad=True)
     values, skipped = work.rows(), work.skipped
     undecoded = {int(pool[i]): reason for i, reason in skipped.items()}
-    for line in skipped_lines({**index.bad, **undecoded}, index):
-        say_line(line)
+    say_skipped({**index.bad, **undecoded}, index)
     pool, values = (np.delete(each, list(skipped), 0) for each in (pool, values))
     _require_unlabeled(int((~labeled[pool]).sum()), count, config)
     features, known = (torch.from_numpy(x).to(place.device) for x in (values, labeled[pool]))

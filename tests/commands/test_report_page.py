@@ -68,7 +68,7 @@ def plain(monkeypatch):
 
 
 SHOWN = (
-    *(EVIL, "<img src=x onerror=alert(1)>", "SimCLR + SuNCEt", "62.50% at update 20", "42.5", "25.0%"),
+    *(EVIL, "<img src=x onerror=alert(1)>", "SimCLR + SuNCEt", "62.50% at update 20", "42.5", "time 25"),
     *("losses", "gradient norms", "RankMe", "optimization.warmup"),
     *("fine-tuning, 10 % labels, update 10", "top-1 accuracy 50.00\u00a0%"),
     *("fine-tuning, 10 % labels, low, lr=0.1, update 20", "fine-tuning, 10 % labels, high, lr=1, update 20"),

@@ -22,11 +22,11 @@ from fastsuncet.commands.report.curves import (
     Panel,
     Seeds,
     arrange,
-    choose_metrics,
     join_lengths,
     scale,
 )
 from fastsuncet.commands.report.reading import read_config, read_runs
+from fastsuncet.errors import ConfigError
 from fastsuncet.metrics.rankme import RANKS
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
@@ -81,7 +81,13 @@ def report(
         curves = join_lengths(curves)
     published = [curve for name in figures for curve in paper.curves(name)]
     panels = arrange([*curves, *_next_to_runs(curves, published, notes)], str(baseline) if baseline else None)
-    chosen = choose_metrics(panels, metrics, ("top1", KNN) if runs else ("top1",))
+    points = (p for panel in panels for group in panel.groups for curve in group.curves for p in curve.points)
+    there = list(dict.fromkeys(name for point in points for name in point.metrics))
+    if unknown := [metric for metric in metrics if metric not in there]:
+        known = ", ".join(sorted(there))
+        raise ConfigError(f"nothing here was measured by --metric {unknown[0]}; there is {known}")
+    first = next(metric for metric in ("top1", KNN, *there) if metric in there)
+    chosen = list(dict.fromkeys(metrics)) or [first]
     measured: dict[str, set[str]] = {}
     for curve in curves:
         measured.setdefault(curve.run, set()).update(*(point.metrics for point in curve.points))

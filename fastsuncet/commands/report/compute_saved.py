@@ -7,11 +7,8 @@ The paper gives such percentages without the rule behind them. A cost "until" an
 is linear in the cost between two evaluated checkpoints, or the first checkpoint that is at least as good counts.
 Nothing is assumed about the time before the first checkpoint: if that is good enough, its cost is an upper bound.
 
-Where the two axes come from: models/flops.py counts the multiply-adds of an update, training/pretraining.py (`cost`)
-says whether it has labeled images, and metrics/cost.py adds them up in the run's ledger, which every metrics line,
-checkpoint and result keeps. reading.py makes a point of each accuracy and its cost, curves.py makes a curve of each
-method and chooses the baseline (`arrange`), and the report prints what this module returns: the cost that is needed,
-in percent. The ledger is that of the pre-training, also behind a fine-tuned accuracy.
+CONTRIBUTING.md names the files that the two axes come from. The cost is that of the pre-training, also behind a
+fine-tuned accuracy.
 """
 
 import itertools

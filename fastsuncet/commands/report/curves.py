@@ -1,13 +1,12 @@
 """A report's data: the accuracies of runs and their costs, in groups of seeds, in panels that can be compared."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from fastsuncet.errors import ConfigError
 from fastsuncet.metrics.rankme import RANKS
 
 COSTS = ("epochs", "updates", "petaflops", "hours", "joules")
@@ -224,16 +223,3 @@ def _baseline(groups: list[Group], run: str | None) -> Group | None:
     without = [group for group in groups if not group.curves[0].supervised]
     without = [group for group in without if not group.published] or without
     return without[0] if len(without) == 1 else None
-
-
-def choose_metrics(panels: list[Panel], asked: Sequence[str], default: tuple[str, ...]) -> list[str]:
-    """Return the metrics to report: those `asked` for, else the first of `default` that was measured, else any.
-
-    Raises ConfigError, with the metrics there are, for one that nothing was measured by.
-    """
-    points = (p for panel in panels for group in panel.groups for curve in group.curves for p in curve.points)
-    there = list(dict.fromkeys(name for point in points for name in point.metrics))
-    if unknown := [metric for metric in asked if metric not in there]:
-        known = ", ".join(sorted(there))
-        raise ConfigError(f"nothing here was measured by --metric {unknown[0]}; there is {known}")
-    return list(dict.fromkeys(asked)) or [next(metric for metric in (*default, *there) if metric in there)]

@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -109,13 +109,17 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
     parts += ["<h2>Settings that are not the defaults</h2>", _facts(changed)]
     every = html.escape((run / "config.yaml").read_text(encoding="utf-8"))
     parts.append(f"<details><summary>All settings (config.yaml)</summary><pre>{every}</pre></details>")
-    parts += ["<h2>Environment</h2>", _facts(_environment(meta, of["chosen"]))]
+    rows = [*meta.get("versions", {}).items(), ("processes", meta.get("world_size"))]
+    for line in of["chosen"][-1:]:  # for the hardware
+        rows.append(("precision", line.get("precision")))
+        rows.append(("fast paths", ", ".join(line.get("paths") or []) or "none"))
+    parts += ["<h2>Environment</h2>", _facts(rows)]
     return html_page("run", name, "\n".join(parts), head=again)
 
 
 def _text(value: Any) -> str:
-    """Return a value as people write it: 4 digits of a number below 1,000, - for none."""
-    if value is None:
+    """Return a value as people write it: 4 digits of a number below 1,000, - for None and NaN."""
+    if value is None or value != value:
         return "-"
     if type(value) not in (int, float):
         return str(value)
@@ -141,23 +145,25 @@ def _now(train: list[Json], knn: list[Json], meta: Json) -> list[tuple[str, Any]
     ]
     if knn:
         best = max(knn, key=lambda line: line["knn_accuracy"])
-        rows.append(("k-NN accuracy", f"{knn[-1]['knn_accuracy']:.2%} at update {knn[-1]['step']:,}"))
-        rows.append(("its best", f"{best['knn_accuracy']:.2%} at update {best['step']:,}"))
+        for name, line in (("k-NN accuracy", knn[-1]), ("its best", best)):
+            rows.append((name, f"{line['knn_accuracy']:.2%} at update {line['step']:,}"))
         rows.append(("RankMe", knn[-1].get("rankme")))
-    wait = last.get("data_wait")
-    rows.append(("views a second", last.get("views_per_second")))
-    rows.append(("waiting for data", None if wait is None else f"{wait:.1%} of the time"))
-    rows.append(("peak memory, GB a process", last.get("peak_memory_gb")))
-    rows += [("time of training", _duration(last.get("seconds"))), ("petaFLOPs", last.get("petaflops"))]
-    if "joules" in last:
-        rows.append(("energy of the GPUs, kWh", last["joules"] / 3.6e6))
-    if total and step and step < total and "seconds" in last:
-        rows.append(("time left", _duration(last["seconds"] / step * (total - step))))
+    seconds, joules, wait = (last.get(key, math.nan) for key in ("seconds", "joules", "data_wait"))
+    rows += [
+        ("views a second", last.get("views_per_second")),
+        ("waiting for data, % of the time", 100 * wait),
+        ("peak memory, GB a process", last.get("peak_memory_gb")),
+        ("time of training", _duration(seconds)),
+        ("petaFLOPs", last.get("petaflops")),
+        ("energy of the GPUs, kWh", joules / 3.6e6),
+    ]
+    if total and step and step < total:
+        rows.append(("time left", _duration(seconds / step * (total - step))))
     return rows
 
 
-def _duration(seconds: float | None) -> str | None:
-    return None if seconds is None or not math.isfinite(seconds) else duration(seconds)
+def _duration(seconds: float) -> str | None:
+    return duration(seconds) if math.isfinite(seconds) else None
 
 
 def _curves(config: Config, train: list[Json], knn: list[Json]) -> str:
@@ -244,14 +250,3 @@ def _views(run: Path) -> str:
         )
     picture = base64.b64encode(content).decode()
     return f'<img alt="augmented views" src="data:image/png;base64,{picture}">'
-
-
-def _environment(meta: Json, chosen: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-    """Return versions and processes of the newest checkpoint, and what was chosen for the hardware."""
-    rows: list[tuple[str, Any]] = [(key, value) for key, value in meta.get("versions", {}).items()]
-    if "world_size" in meta:
-        rows.append(("processes", meta["world_size"]))
-    for line in chosen[-1:]:
-        rows.append(("precision", line.get("precision")))
-        rows.append(("fast paths", ", ".join(line.get("paths") or []) or "none"))
-    return rows or [("versions", "known from the first checkpoint on")]
