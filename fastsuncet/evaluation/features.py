@@ -1,9 +1,9 @@
 """Images through a network, the first step of every evaluation: each image exactly once, on any number of ranks.
 
-Shapes: N images in all, n of them on this rank, V views of each, E the width of the network's output.
+Shapes: N images, E the width of the network's output.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ from fastsuncet.errors import ConfigError
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import open_evaluation_loader
 from pipelines.output import show_progress
-from pipelines.sampling.augmentation import Augmentation, Center
+from pipelines.sampling.augmentation import Center
 from pipelines.sampling.step_plan import EvaluationPlan
 
-SUPPORTS = "supports"  # the role of the draws of `embed_views`: a random stream apart from training's
+SUPPORTS = "supports"  # the role of the draws of random views: a stream apart from training's
 
 
 def view_size(size: int) -> tuple[int, int]:
@@ -34,6 +34,7 @@ def evaluation_view(config: Config) -> Center:
     return Center(*view_size(a.size), a.mean, a.std, config.data.exif_orientation)
 
 
+@torch.no_grad()
 def outputs(
     network: nn.Module,  # (B, 3, S, S) -> (B, E), on the place's device
     index: ImageIndex,
@@ -41,6 +42,7 @@ def outputs(
     config: Config,  # size of a view, normalization, back-end
     place: Place,
     *,
+    crops: int = 0,  # random views of each image in place of its center crop
     batch: int = 256,
     view: Center | None = None,  # None: the config's
     before_batch: Callable[[], None] = lambda: None,
@@ -48,54 +50,22 @@ def outputs(
 ) -> Tensor:
     """Return the network's output for each image, (N, E) float32 on the device, in the order of `indices`.
 
-    Single center crop, BatchNorm in evaluation mode, in the network's dtype; every module keeps its mode. Each rank
-    computes a block of the images, and all ranks return all rows: N x E x 4 bytes on each. No gradient. `before_batch`
-    is called equally often on all ranks, so it can communicate; what it raises ends the evaluation. Raises BadImage for
-    an image that cannot be decoded, since the accuracy would be another one without it.
+    Single center crop, or with `crops` (N, crops, E) of resized crops and flips without changes of color (appendix G).
+    One is drawn from (meta.seed, its number, the image's position in `indices`), so it is the same on any number of
+    ranks and for every checkpoint.
+
+    BatchNorm in evaluation mode, in the network's dtype; every module keeps its mode. Each rank computes a block of the
+    images, and all ranks return all rows: N x E x 4 bytes on each. No gradient. `before_batch` is called equally often
+    on all ranks, so it can communicate; what it raises ends the evaluation. Raises BadImage for an image that cannot be
+    decoded, since the accuracy would be another one without it.
     """
-    view = view or evaluation_view(config)
-    return _forward(network, index, indices, (view,), config, place, batch, before_batch, what)[:, 0]
-
-
-def embed_views(
-    network: nn.Module,
-    index: ImageIndex,
-    indices: np.ndarray,  # (N,) int64
-    views: int,
-    config: Config,
-    place: Place,
-    *,
-    batch: int = 256,
-) -> Tensor:
-    """Return the network's output for V random views of each image, (N, V, E): resized crops and flips (appendix G).
-
-    Colors are not changed. A view is drawn from (meta.seed, its number, the image's position in `indices`), so it is
-    the same on any number of ranks and for every checkpoint. Otherwise as `outputs`.
-    """
-    crop = config.data.augmentation.uncolored
-    several, what = (crop,) * views, "crops of labeled images"
-    return _forward(network, index, indices, several, config, place, max(1, batch // views), what=what)
-
-
-@torch.no_grad()
-def _forward(
-    network: nn.Module,
-    index: ImageIndex,
-    indices: np.ndarray,
-    views: Sequence[Augmentation | Center],
-    config: Config,
-    place: Place,
-    batch: int,
-    before_batch: Callable[[], None] = lambda: None,
-    what: str | None = None,
-) -> Tensor:
-    """Return (N, V, E) on every rank; each computes a block of the images."""
+    views = (config.data.augmentation.uncolored,) * crops or (view or evaluation_view(config),)
     count = -(-len(indices) // place.world_size)
     first = place.rank * count
     # The last block is filled up, because ranks gather equal shapes. What was added is cut off at the end.
     mine = np.resize(indices, count * place.world_size)[first:][:count]
     draws = {"seed": config.meta.seed, "role": SUPPORTS, "first": first}
-    plan = EvaluationPlan(index, mine, min(batch, count), views, **draws)
+    plan = EvaluationPlan(index, mine, min(max(1, batch // len(views)), count), views, **draws)
     loader = open_evaluation_loader(plan, loader_options(config, place))
     # A caller's network can have 16 bits or no parameter, and frozen BatchNorms in a network that trains.
     like = next(network.parameters(), torch.empty(0, device=place.device))
@@ -105,7 +75,7 @@ def _forward(
     try:
         for shown in loader:
             before_batch()
-            for view, pixels in enumerate(shown):
+            for number, pixels in enumerate(shown):
                 h = network(pixels.to(like))
                 if not isinstance(h, Tensor) or h.ndim != 2:
                     kind = f"a tensor {tuple(h.shape)}" if isinstance(h, Tensor) else type(h).__name__
@@ -113,7 +83,7 @@ def _forward(
                 h = h.float()
                 # One block from the start: joining a list of batches would hold every row twice.
                 rows = h.new_empty(count, len(views), h.shape[1]) if rows is None else rows
-                rows[done : done + len(h), view] = h
+                rows[done : done + len(h), number] = h
             done += len(shown[0])
             if what and place.first:
                 show_progress(what, done, count)
@@ -122,4 +92,5 @@ def _forward(
             module.training = training
         loader.close()
     assert rows is not None, "there is at least one image"
-    return all_gather_rows(rows)[: len(indices)]  # blocks in rank order are the images' order
+    found = all_gather_rows(rows)[: len(indices)]  # blocks in rank order are the images' order
+    return found if crops else found[:, 0]

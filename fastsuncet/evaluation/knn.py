@@ -15,7 +15,7 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import outputs
-from fastsuncet.evaluation.scoring import Measured, examples, of_all_ranks, own_rows, share_right, supports
+from fastsuncet.evaluation.scoring import Measured, examples, share_right, supports
 from fastsuncet.metrics.rankme import CHUNK, rankme
 from fastsuncet.models.resnet import Model
 
@@ -69,10 +69,8 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     if config.data.split.kind == "all":
         chosen = chosen[spread_over_classes(images.train.labels[chosen], MOST_SUPPORTS)]
     shown = examples(network, images, config, place, chosen=chosen, crops=1)
-    mine, k, truth = shown.queries[own_rows(place)], config.evaluation.knn_k, shown.truth
-    learned = (shown.features, shown.labels)
-    votes = (knn_predict(mine, *learned, k=k, weighted=each) for each in (False, True))
-    plain, weighted = (of_all_ranks(vote, len(truth), place) for vote in votes)
+    rows, k, truth = (shown.queries, shown.features, shown.labels), config.evaluation.knn_k, shown.truth
+    plain, weighted = (knn_predict(*rows, k=k, weighted=each) for each in (False, True))
     setting = {"k": k, "seed": config.meta.seed}  # the seed of the crops
     if config.data.split.kind == "all":
         # Of a draw, the number differs from seed to seed, and seeds must stay comparable.
@@ -111,7 +109,7 @@ def online_knn(
     columns = outputs(model.encoder, images.train, chosen, config, place, before_batch=before_batch)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     truth = torch.from_numpy(images.validation.labels).to(place.device)
-    mine = own_rows(place)
+    mine = slice(place.rank, None, place.world_size)  # the ranks share the images
     predicted = knn_predict(rows[mine], columns, labels, k=config.evaluation.knn_k)
     accuracy = sum_over_ranks((predicted == truth[mine]).sum()).item() / len(truth)
     return {

@@ -7,7 +7,7 @@ both with scikit-learn's.
 Shapes: N labeled images, Q query images, E the width of the encoder's output, C classes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from fastsuncet.config import Config
 from fastsuncet.config.schema import LinearSection
 from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.collectives import broadcast, broadcast_json, rank, sum_over_ranks, world_size
+from fastsuncet.distributed.collectives import rank, sum_over_ranks, world_size
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.calibration import fit_temperature
-from fastsuncet.evaluation.scoring import Measured, examples, measured, own_rows
+from fastsuncet.evaluation.scoring import Measured, examples, measured
 from pipelines.output import show_progress
 
 TOLERANCE = 1e-6  # the fit has converged when no element of the mean loss's gradient is larger
@@ -170,22 +170,17 @@ def strength_of(section: LinearSection, features: Tensor, labels: Tensor, num_cl
     return choose_strength(features, labels, num_classes) if given == "auto" else given
 
 
-def fit_on_ranks(
+def fit_chosen(
     features: Tensor, labels: Tensor, num_classes: int, section: LinearSection
 ) -> tuple[LinearFit, float]:
-    """Return the fit of the config's section linear, and its strength, the same on every rank. Collective.
+    """Return the fit of the config's section linear, and its strength. Collective, but for a strength that is given.
 
-    Each rank makes it, of features that all have: in float64 that of all of ImageNet takes hours on some cards, and a
-    rank that waited for it would run into the time limit of a collective.
+    Each rank makes the fit, of features that all have: in float64 that of all of ImageNet takes hours on some cards,
+    and a rank that waited for it would run into the time limit of a collective.
     """
     strength = strength_of(section, features, labels, num_classes)
     options = {"strength": strength, "max_iterations": section.max_iterations}
-    fit = fit_linear(features, labels, num_classes, **options)
-    # Cards of two kinds round otherwise.
-    for tensor in (fit.weight, fit.bias, fit.mean, fit.spread):
-        broadcast(tensor)
-    iterations, gradient = broadcast_json([fit.iterations, fit.gradient])
-    return replace(fit, iterations=iterations, gradient=gradient), strength
+    return fit_linear(features, labels, num_classes, **options), strength
 
 
 def linear(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
@@ -195,7 +190,7 @@ def linear(network: nn.Module, images: Images, config: Config, place: Place) -> 
     the choice of the strength, and all fit and count.
     """
     shown = examples(network, images, config, place)
-    fit, strength = fit_on_ranks(shown.features, shown.labels, shown.num_classes, config.linear)
+    fit, strength = fit_chosen(shown.features, shown.labels, len(images.train.classes), config.linear)
     setting: dict[str, Any] = config.linear.model_dump()
     notes = [f"fitted in {fit.iterations:,} iterations"]
     if not fit.converged:
@@ -208,4 +203,4 @@ def linear(network: nn.Module, images: Images, config: Config, place: Place) -> 
         setting["chosen_strength"] = strength
         chosen = f"strength {strength:g}, by cross-validation from {STRENGTHS[0]:g} to {STRENGTHS[-1]:g}"
         notes = [chosen, *notes]
-    return measured(fit.scores(shown.queries[own_rows(place)]), shown.truth, place, setting, tuple(notes))
+    return measured(fit.scores(shown.queries), shown.truth, setting, tuple(notes))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.scoring import Measured, examples, measured, own_rows
+from fastsuncet.evaluation.scoring import Measured, examples, measured
 
 # Similarities held at a time: 256 MB of float32. All of ImageNet's 50,000 x 128,116 would be 26 GB.
 SIMILARITIES_AT_A_TIME = 1 << 26
@@ -62,7 +62,7 @@ def npi(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     if config.npi.features != "encoder":
         setting["features"] = config.npi.features
     shown = examples(network, images, config, place, crops=config.npi.views)
-    learned = (shown.features, shown.labels, shown.num_classes)
-    scores = npi_probabilities(shown.queries[own_rows(place)], *learned, setting["temperature"])
+    learned = (shown.features, shown.labels, len(images.train.classes))
+    scores = npi_probabilities(shown.queries, *learned, setting["temperature"])
     setting["seed"] = config.meta.seed  # the seed of the crops
-    return measured(scores, shown.truth, place, setting)
+    return measured(scores, shown.truth, setting)

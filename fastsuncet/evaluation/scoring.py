@@ -1,6 +1,8 @@
 """From an encoder to features, and from features to a score: what all evaluations share.
 
-Shapes: N labeled images, Q images to classify, q of them on this rank, E the width of the encoder's output, C classes.
+Every rank has all features and scores all images: that costs little beside the features, which ranks share.
+
+Shapes: N labeled images, Q images to classify, E the width of the encoder's output, C classes.
 """
 
 import math
@@ -14,10 +16,9 @@ from torch import Tensor, nn
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import NumericalError
-from fastsuncet.evaluation.features import embed_views, outputs
+from fastsuncet.evaluation.features import outputs
 from pipelines.data_errors import DataError
 from pipelines.output import first_five
 
@@ -33,7 +34,6 @@ class Examples:
     labels: Tensor  # (N,) int64
     queries: Tensor  # (Q, E): center crops of the validation images
     truth: Tensor  # (Q,) int64
-    num_classes: int  # C
 
 
 @dataclass(frozen=True)
@@ -65,40 +65,34 @@ def examples(
     chosen = supports(images, config) if chosen is None else chosen
     truth = true_labels(images, place)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
+    features = outputs(network, images.train, chosen, config, place, crops=crops, what="labeled images")
     if crops:
-        features = embed_views(network, images.train, chosen, crops, config, place).flatten(0, 1)
-        labels = labels.repeat_interleave(crops)
-    else:
-        features = outputs(network, images.train, chosen, config, place, what="labeled images")
+        features, labels = features.flatten(0, 1), labels.repeat_interleave(crops)
     everything = np.arange(len(truth))
     queries = outputs(network, images.validation, everything, config, place, what="validation images")
     require_finite(features, queries)
-    return Examples(features, labels, queries, truth, len(images.train.classes))
+    return Examples(features, labels, queries, truth)
 
 
 def measured(
-    scores: Tensor,  # (q, C) of `own_rows`
+    scores: Tensor,  # (Q, C)
     truth: Tensor,  # (Q,)
-    place: Place,
     setting: dict[str, Any],
     notes: tuple[str, ...] = (),
 ) -> Measured:
     """Return the top-1 accuracy of scores, and the top-5 accuracy if it says anything, with more than 5 classes.
 
-    Collective: each rank has the rows of `own_rows`, so together the ranks hold each image once. Of equal scores the
-    lower class comes first, so that a model of constant output is not correct by the luck of a sort. Raises
-    NumericalError for scores that are not finite.
+    Of equal scores the lower class comes first, so that a model of constant output is not correct by the luck of a
+    sort. Raises NumericalError for scores that are not finite.
     """
     require_finite(scores)
-    mine, numbers = truth[own_rows(place)], torch.arange(scores.shape[1], device=scores.device)
-    own = scores.gather(1, mine[:, None])
-    ahead = ((scores > own) | ((scores == own) & (numbers < mine[:, None]))).sum(1)
+    numbers, own = torch.arange(scores.shape[1], device=scores.device), scores.gather(1, truth[:, None])
+    ahead = ((scores > own) | ((scores == own) & (numbers < truth[:, None]))).sum(1)
     # argmax on a GPU takes any of equal scores.
-    first = torch.where(scores == scores.amax(1, keepdim=True), numbers, scores.shape[1]).amin(1)
-    predicted = of_all_ranks(first, len(truth), place)
+    predicted = torch.where(scores == scores.amax(1, keepdim=True), numbers, scores.shape[1]).amin(1)
     metrics = {"top1": share_right(predicted, truth)}
     if scores.shape[1] > 5:
-        metrics["top5"] = sum_over_ranks((ahead < 5).sum()).item() / len(truth)
+        metrics["top5"] = int((ahead < 5).sum()) / len(truth)
     return Measured(metrics, len(truth), setting, notes, predicted, truth)
 
 
@@ -108,13 +102,6 @@ def require_finite(*outputs: Tensor) -> None:
         raise NumericalError(
             "the network's outputs are not finite numbers: its weights or BatchNorm statistics overflow on these images"
         )
-
-
-def of_all_ranks(own: Tensor, count: int, place: Place) -> Tensor:
-    """Return the rows of all ranks, (count,), in order; each has those of `own_rows`."""
-    rows = own.new_zeros(count)
-    rows[own_rows(place)] = own
-    return sum_over_ranks(rows)
 
 
 def share_right(predicted: Tensor, truth: Tensor) -> float:
@@ -150,7 +137,7 @@ def accuracy(network: nn.Module, images: Images, config: Config, place: Place) -
             f"the classifier has {scores.shape[1]:,} classes and the images have {classes:,}: it was trained on other "
             "data"
         )
-    return measured(scores[own_rows(place)], truth, place, {})
+    return measured(scores, truth, {})
 
 
 def standard_error(share: float, images: int) -> float:
@@ -177,11 +164,6 @@ def few_labels_note(counts: np.ndarray, classes: Sequence[str]) -> list[str]:
     return [
         f"{len(few)} {verb} fewer than {FEW} labels ({names}): this tells nearly nothing of {each}{alone}"
     ]
-
-
-def own_rows(place: Place) -> slice:
-    """Return the rows that this rank scores, of rows that every rank has."""
-    return slice(place.rank, None, place.world_size)
 
 
 def true_labels(images: Images, place: Place) -> Tensor:

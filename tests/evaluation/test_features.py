@@ -12,7 +12,7 @@ from torch import nn
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation import features
-from fastsuncet.evaluation.features import embed_views, outputs, view_size
+from fastsuncet.evaluation.features import outputs, view_size
 from fastsuncet.evaluation.knn import knn, online_knn
 from fastsuncet.evaluation.linear import linear
 from fastsuncet.evaluation.npi import npi
@@ -38,7 +38,7 @@ def evaluate_on_rank(rank: int, world_size: int, folder: str) -> list:
     model = build_model("resnet_tiny", seed=1)
     untrained = [run(model.encoder, images, config, place).metrics for run in (knn, npi, linear)]
     rows = outputs(model.encoder, images.validation, np.arange(7), config, place, batch=2)
-    views = embed_views(model.encoder, images.train, images.split.indices, 2, config, place, batch=7)
+    views = outputs(model.encoder, images.train, images.split.indices, config, place, crops=2, batch=7)
     return [right, untrained, online_knn(model, images, config, place), rows, views]
 
 
@@ -73,11 +73,11 @@ class Extremes(nn.Module):
         return torch.stack([x.amin((2, 3)), x.amax((2, 3))], 2).flatten(1)
 
 
-def test_embed_views_does_not_change_colors(tmp_path):
+def test_outputs_of_crops_does_not_change_colors(tmp_path):
     """Each pixel of a crop lies between the darkest and brightest of its image, which is not so after a jitter."""
     index = write_pictures(tmp_path / "pictures", count=4, side=40)
     config = small_config(tmp_path, "data.augmentation.strength=1.0", "data.augmentation.gray=1.0")
-    crops = embed_views(Extremes(), index, np.arange(4), 8, config, ALONE)  # (4, 8, 6)
+    crops = outputs(Extremes(), index, np.arange(4), config, ALONE, crops=8)  # (4, 8, 6)
     for i in range(4):
         pixels = np.asarray(Image.open(index.path(i))).reshape(-1, 3) / 255
         low, high = pixels.min(0) - 0.02, pixels.max(0) + 0.02

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation import knn as module
-from fastsuncet.evaluation.features import embed_views
+from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import knn, knn_predict, online_knn, spread_over_classes
 from fastsuncet.models.resnet import build_model
 from tests.support.colors import ALONE, MeanColor, color_config, write_colors
@@ -69,7 +69,7 @@ def test_knn_takes_the_same_views_as_npi_of_a_limited_number_of_images(colors, m
     monkeypatch.setattr(module, "MOST_SUPPORTS", 10)
     measured = knn(network, images, config, ALONE)
     chosen = spread_over_classes(images.train.labels, 10)
-    views = embed_views(network, images.train, chosen, 1, config, ALONE)
+    views = outputs(network, images.train, chosen, config, ALONE, crops=1)
     assert torch.equal(seen[0], views[:, 0]) and torch.equal(seen[1], views[:, 0])
     assert measured.setting == {"k": 10, "supports": 10, "seed": 0} and measured.notes == ()
 

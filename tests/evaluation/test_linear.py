@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from fastsuncet.config.schema import LinearSection
 from fastsuncet.evaluation import linear as module
-from fastsuncet.evaluation.linear import STRENGTHS, choose_strength, fit_linear, fit_on_ranks, folds
+from fastsuncet.evaluation.linear import STRENGTHS, choose_strength, fit_linear, folds
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -119,14 +118,3 @@ def test_choose_strength_is_shared_by_ranks(monkeypatch):
     assert shown == [(3, 8), (6, 8), (8, 8)]
     losses, _ = sum(parts)
     assert STRENGTHS[int(losses.argmin())] == alone
-
-
-def test_fit_on_ranks_is_made_by_each_rank(monkeypatch):
-    """A rank that waited for rank 0's fit would run into the time limit of a collective on all of ImageNet."""
-    for name, value in {"rank": 1, "world_size": 2}.items():
-        monkeypatch.setattr(module, name, lambda value=value: value)
-    for name in ("broadcast", "broadcast_json"):
-        monkeypatch.setattr(module, name, lambda own: own)
-    features, labels = drawn(60, 6), torch.arange(60) % 3
-    fit, strength = fit_on_ranks(features, labels, 3, LinearSection(strength=1.0))
-    assert fit.converged and fit.iterations > 3 and strength == 1

@@ -29,7 +29,7 @@ def test_measured_counts_like_a_stable_sort(rows, classes, seed):
     scores = rng.integers(0, 4, (rows, classes))  # many ties
     truth = rng.integers(0, classes, rows)
     order = np.argsort(-scores, axis=1, kind="stable")
-    found = measured(torch.tensor(scores).float(), torch.tensor(truth), ALONE, {})
+    found = measured(torch.tensor(scores).float(), torch.tensor(truth), {})
     assert found.metrics["top1"] == (order[:, 0] == truth).mean()
     assert found.metrics.get("top5", 1.0) == sum(t in row[:5] for t, row in zip(truth, order)) / rows
     assert found.predicted.tolist() == order[:, 0].tolist() and found.truth.tolist() == truth.tolist()

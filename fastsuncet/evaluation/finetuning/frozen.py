@@ -15,11 +15,11 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.encoder import Encoder
-from fastsuncet.evaluation.features import embed_views, outputs
+from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.fit import FineTuningStream, Frozen, measure_statistics
 from fastsuncet.evaluation.knn import knn_predict
-from fastsuncet.evaluation.linear import ROWS, fit_on_ranks
-from fastsuncet.evaluation.scoring import examples, labeled, measured, own_rows, share_right
+from fastsuncet.evaluation.linear import ROWS, fit_chosen
+from fastsuncet.evaluation.scoring import examples, labeled, measured, share_right
 
 # BatchNorm's statistics are stale where torch's initial 0 and 1 weigh more than this. After 10 updates they weigh a
 # third, and |h|^2 of training crops was 18 times that with statistics of the crops (after 80 updates 1.07 times): the
@@ -38,7 +38,7 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
 
     def fitted(features: Tensor) -> tuple[Tensor, Tensor, float]:
-        fit, _ = fit_on_ranks(features, labels, count, config.linear)
+        fit, _ = fit_chosen(features, labels, count, config.linear)
         weight, bias = (x.float() for x in fit.of_raw_features())
         return weight, bias, mean_square(features)
 
@@ -46,9 +46,9 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
     if images.held_out is not None:
         shown = examples(network, images, config, place, chosen=chosen)
         start = fitted(shown.features)
-        scores = F.linear(shown.queries, *start[:2])[own_rows(place)]
-        accuracies["linear"] = measured(scores, shown.truth, place, {}).metrics["top1"]
-        crops = embed_views(network, images.train, chosen, 1, config, place)[:, 0]
+        scores = F.linear(shown.queries, *start[:2])
+        accuracies["linear"] = measured(scores, shown.truth, {}).metrics["top1"]
+        crops = outputs(network, images.train, chosen, config, place, crops=1)[:, 0]
         for name, supports in (("knn", shown.features), ("knn_random_crops", crops)):
             votes = knn_predict(shown.queries, supports, labels, k=config.evaluation.knn_k)
             accuracies[name] = share_right(votes, shown.truth)

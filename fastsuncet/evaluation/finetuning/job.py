@@ -42,7 +42,6 @@ from fastsuncet.evaluation.scoring import (
     labeled,
     labels_record,
     measured,
-    own_rows,
     per_class,
     require_split,
     standard_error,
@@ -200,7 +199,7 @@ class FineTuningJob:
         self, logits: Tensor, truth: Tensor, trainer: Trainer, frozen: dict[str, float]
     ) -> dict[str, Any]:
         f, images = self.config.finetune, self.images
-        outcome = measured(logits[own_rows(self.place)], truth, self.place, {})
+        outcome = measured(logits, truth, {})
         setting = {key.split(".")[-1]: value for key, value in config_values(self.config, KEYS).items()}
         setting["batchnorm_images"] = sizes(self.config)[0] // (self.place.world_size * f.accumulate)
         if images.held_out is None:
