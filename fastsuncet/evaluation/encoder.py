@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.manager import META, MODEL, LoadedCheckpoint
-from fastsuncet.checkpoint.run_folder import on_rank_0
+from fastsuncet.checkpoint.run_folder import on_every_rank, on_rank_0
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.config.schema import TIMM
-from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.features import evaluation_view
@@ -120,16 +119,11 @@ def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None
 
     Collective. Raises on all ranks what loading raises on any of them.
     """
-    encoder, problem = None, None
     try:
-        encoder = load_encoder(path, config)
-    except FastSuncetError as error:
-        problem = error
-    failed, gone = broadcast_json([any_rank(problem is not None), not path.exists()])
-    if not failed:
-        return encoder
-    if not gone:
-        raise problem or CheckpointError(f"another rank could not read {path}; its own message says why")
+        return on_every_rank(lambda: load_encoder(path, config))
+    except FastSuncetError:
+        if on_rank_0(place, path.exists):
+            raise
     if place.first:
         say_line(f"{path}: skipped, deleted by checkpoint.keep during evaluation")
     return None
@@ -151,17 +145,23 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
     return _encoder(read_weights(found), str(found))
 
 
-def _encoder(weights: Weights, source: str, **known: Any) -> Encoder:
+def _encoder(
+    weights: Weights, source: str, config: Config | None = None, cost: Mapping[str, Any] = {}, **known: Any
+) -> Encoder:
+    """Return the encoder with these weights, which a run with `config` trained at a `cost`, where that is known."""
+    if config is not None:
+        weights = replace(weights, name=config.model.name, stem=config.model.stem)
+        known |= {"trained": config, "view": evaluation_view(config)}
     # Without memory at first: a record can claim a network far larger than its weights.
-    module, classifier = build_model(weights.name, weights.stem, device="meta").encoder, None
+    module = build_model(weights.name, weights.stem, device="meta").encoder
     require_fit(module, weights.encoder, source)
     by_timm = weights.name.startswith(TIMM)
     module = timm_backbone.create(weights.name, "cpu") if by_timm else zeroed(module)
     fill(module, weights.encoder, source)
-    if weights.classifier is not None:
-        classifier = linear_layer(*weights.classifier)
-    known |= {"classifier": classifier, "head": weights.head}
-    return Encoder(module, width_of(weights.name), weights.name, weights.stem, source, **known)
+    known |= {key: cost.get(key) for key in ("step", "epoch", "ledger", "method")}
+    known["classifier"] = None if weights.classifier is None else linear_layer(*weights.classifier)
+    width = width_of(weights.name)
+    return Encoder(module, width, weights.name, weights.stem, source, head=weights.head, **known)
 
 
 def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
@@ -170,14 +170,6 @@ def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta").to_empty(device="cpu")
     layer.load_state_dict({"weight": weight, "bias": bias})
     return layer
-
-
-def _of_run(config: Config, weights: Weights, source: str, cost: Mapping[str, Any], **known: Any) -> Encoder:
-    """Return the encoder with the tensors of `weights` that a run with `config` trained at a `cost`, if it is known."""
-    m = config.model
-    known |= {key: cost.get(key) for key in ("step", "epoch", "ledger", "method")}
-    known |= {"trained": config, "view": evaluation_view(config)}
-    return _encoder(replace(weights, name=m.name, stem=m.stem), source, **known)
 
 
 def record_path(weights: Path) -> Path:
@@ -207,7 +199,7 @@ def _from_export(path: Path, shown: Config | None) -> Encoder:
         )
     config = _trained(str(path), record, shown)
     weights = read_weights_of(config.model.name, path)
-    return _of_run(config, weights, str(path), cost, tuned=cost.get("tuned"), classes=tuple(classes))
+    return _encoder(weights, str(path), config, cost, tuned=cost.get("tuned"), classes=tuple(classes))
 
 
 def _trained(source: str, meta: Mapping[str, Any], shown: Config | None) -> Config:
@@ -242,7 +234,7 @@ def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config | None) -> Encoder:
         classifier = tensors[f"{CLASSIFIER}weight"], tensors[f"{CLASSIFIER}bias"]
     weights = Weights(config.model.name, config.model.stem, encoder, classifier, *heads(tensors))
     tuned, classes = None if started is None else loaded.step, tuple(loaded.meta.get("classes", ()))
-    return _of_run(config, weights, source, cost, tuned=tuned, classes=classes)
+    return _encoder(weights, source, config, cost, tuned=tuned, classes=classes)
 
 
 def _normalization(config: Config) -> str:
