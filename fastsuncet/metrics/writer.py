@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
-from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
 from pipelines.output import Say, counted, csv_table, say_line
 
@@ -56,7 +56,7 @@ class MetricsWriter(contextlib.ExitStack):
         super().__init__()
         self.folder = Path(folder)
         self.columns = tuple(columns)
-        try:
+        with disk_errors(self.folder):
             atomic_files.make_folder(self.folder)
             # A picture of the views can come before the first start, and stays.
             undone = 0 if (self.folder / JSONL).exists() else None
@@ -75,8 +75,6 @@ class MetricsWriter(contextlib.ExitStack):
             )
             for descriptor in (self._jsonl, self._csv):
                 self.callback(os.close, descriptor)
-        except OSError as error:
-            raise self._refusal(error) from error
 
     def write(self, record: dict[str, Any], kind: str = "train") -> dict[str, Any]:
         """Append `record`, which has "step"; return it with plain numbers, for the progress bar to show.
@@ -91,12 +89,10 @@ class MetricsWriter(contextlib.ExitStack):
         nonfinite = {k: str(v) for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
         if nonfinite:
             line |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
-        try:
+        with disk_errors(self.folder):
             _append(self._jsonl, json.dumps(line, allow_nan=False).encode() + b"\n")
             if kind == "train":
                 _append(self._csv, csv_table([self._row(record)]))
-        except OSError as error:
-            raise self._refusal(error) from error
         scalars = {f"{kind}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
         if scalars:
             self._tell(lambda tracker: tracker.write(record["step"], scalars))
@@ -104,11 +100,9 @@ class MetricsWriter(contextlib.ExitStack):
 
     def sync(self) -> None:
         """Wait until every line is on the disk. Call it before a checkpoint, which promises them."""
-        try:
+        with disk_errors(self.folder):
             os.fsync(self._jsonl)
             os.fsync(self._csv)
-        except OSError as error:
-            raise self._refusal(error) from error
 
     def _move_later_lines(self, resume_step: int | None, evaluated: bool, say: Say) -> None:
         """Move lines after `resume_step` (None: all) and cut ones to SUPERSEDED; make the table of those that stay."""
@@ -151,12 +145,6 @@ class MetricsWriter(contextlib.ExitStack):
 
     def _row(self, record: dict[str, Any]) -> list[Any]:
         return [record["step"], *(record.get(name) for name in self.columns)]
-
-    def _refusal(self, error: OSError) -> CheckpointError:
-        return CheckpointError(
-            f"metrics cannot be written in {self.folder}: {error}. {atomic_files.advice(error)} The same command "
-            "continues from the last checkpoint."
-        )
 
 
 def read(path: str | Path, kind: str | None = None) -> list[dict[str, Any]]:

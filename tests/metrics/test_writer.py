@@ -209,7 +209,7 @@ def test_writer_on_a_full_disk_raises_checkpoint_error_with_the_reason(tmp_path)
     writer.write(record(1))
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, limits[1]))
     try:
-        said = r"metrics cannot be written .*File too large.*ulimit"
+        said = r"cannot be written: .*File too large.*ulimit"
         with pytest.raises(CheckpointError, match=said) as caught:
             writer.write(record(2))
     finally:
