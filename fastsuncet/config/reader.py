@@ -11,7 +11,7 @@ and not a number in base 60 or a date.
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -280,15 +280,10 @@ def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | 
 
 
 def _not_found(path: Path, shown: str) -> str:
-    folder, there = Path(shown).parent, sorted(each.name for each in path.parent.glob("*.y*ml"))
-    if near := get_close_matches(path.name, there, 1):
-        return f"no such file; did you mean {folder / near[0]}?"
-    name = os.path.splitext(shown)[0].removeprefix("configs/")
-    if near := get_close_matches(name, shipped(), 1):
-        return f"no such file; did you mean {near[0]}, a config of the package?"
-    if not path.parent.is_dir():
-        return f"no such file: there is no folder {folder}"
-    return "no such file" + (f"; {folder} holds {', '.join(there[:8])}" if there else "")
+    if near := get_close_matches(path.name, sorted(each.name for each in path.parent.glob("*.y*ml")), 1):
+        return f"no such file; did you mean {Path(shown).parent / near[0]}?"
+    near = get_close_matches(os.path.splitext(shown)[0].removeprefix("configs/"), shipped(), 1)
+    return "no such file" + (f"; did you mean {near[0]}, a config of the package?" if near else "")
 
 
 def read_config(
@@ -298,15 +293,8 @@ def read_config(
 
     The arguments are those of `load_config`. Raises ConfigErrors as `read_file` does.
     """
-    shown = find_config(shown)
-    path, problems = Path(shown), []
-    document = read_file(path, shown)
-    chain = [document]
-    while "base" in chain[-1].values:
-        chain.append(_read_base(chain))
-    document = chain.pop()
-    for over in reversed(chain):
-        document.lay(over)
+    shown, problems = find_config(shown), []
+    document = _read_with_base(shown)
     for argument in overrides:
         try:
             document.lay(parse_override(argument, origins.get(argument)).with_whole_paths(""))
@@ -314,24 +302,25 @@ def read_config(
             problems += error.problems
     logging = document.values.setdefault("logging", {})
     if isinstance(logging, dict) and logging.get("write_tag") is None:
-        logging["write_tag"] = path.stem
-        document.origins["logging.write_tag"] = Origin(shown, 0, f"{path.stem} (from the name of the file)")
+        logging["write_tag"] = name = Path(shown).stem
+        document.origins["logging.write_tag"] = Origin(shown, 0, f"{name} (from the name of the file)")
     document.file = shown
     return document, problems
 
 
-def _read_base(chain: list[Document]) -> Document:
-    """Remove `base` from the last document of a chain and read the file that it names, the chain's next one."""
-    document = chain[-1]
+def _read_with_base(shown: str, origin: Origin | None = None, above: Sequence[str] = ()) -> Document:
+    """Return the config at a path laid on its base. `above` are the files between it and the one that was asked for."""
+    document = read_file(Path(shown), shown, origin=origin)
+    if "base" not in document.values:
+        return document
     base, at = document.values.pop("base"), document.origins.pop("base")
     text = "must be the name of another config file, such as base.yaml, or of a shipped config"
     if isinstance(base, str) and base:
-        path = find_config(base, os.path.dirname(document.file))
         # normpath and not resolve(): messages name the file as its reader would type it.
-        shown = os.path.normpath(path)
-        names = " -> ".join([*(each.file for each in chain), shown])
-        if os.path.realpath(path) in {os.path.realpath(each.file) for each in chain}:
-            text = f"leads in a circle: {names}. Remove one of these lines"
-        else:
-            return read_file(Path(path), shown, origin=at)
+        below, above = os.path.normpath(find_config(base, os.path.dirname(shown))), [*above, shown]
+        if not any(os.path.realpath(below) == os.path.realpath(each) for each in above):
+            result = _read_with_base(below, at, above)
+            result.lay(document)
+            return result
+        text = f"leads in a circle: {' -> '.join([*above, below])}. Remove one of these lines"
     raise ConfigErrors([Problem("base", text, at)])

@@ -66,8 +66,7 @@ def test_reader_executes_nothing(tag):
     ("path", "message"),
     [
         ("runn.yaml", r"runn\.yaml\n +no such file; did you mean run\.yaml\?"),
-        ("./zzz", r"\./zzz\n +no such file; \. holds run\.yaml"),
-        ("nowhere/run.yaml", "no such file: there is no folder nowhere"),
+        ("./zzz", r"\./zzz\n +no such file$"),
         (".", r"\. is a folder, not a config; `fastsuncet init \.` writes a config for a folder"),
         *(
             (name, r"no such file; did you mean in1k_10pct, a config of the package\?")
