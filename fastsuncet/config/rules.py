@@ -44,11 +44,12 @@ def broken(config: Sections) -> list[Problem]:
         problems.append(Problem(key, text))
 
     for decider, those, names in READ_ONLY_WITH:
-        only = f"is read only with {decider}: {words(those)}, and that is {values[decider]}"
-        below = tuple(f"{name}." for name in names.split())
-        for key in CONFIG.values if values[decider] not in those else ():
+        only, now, below = words(those), values[decider], tuple(f"{name}." for name in names.split())
+        for key in CONFIG.values if now not in those else ():
             if f"{key}.".startswith(below) and values[key] != DEFAULTS[key]:
-                wrong(key, f"{only}; remove it or set it to {as_yaml(DEFAULTS[key])}")
+                default = as_yaml(DEFAULTS[key])
+                text = f"is read only with {decider}: {only}, and that is {now}; remove it or set it to {default}"
+                wrong(key, text)
 
     # ---- data
     d, split, model, meta = config.data, config.data.split, config.model, config.meta
@@ -59,8 +60,11 @@ def broken(config: Sections) -> list[Problem]:
         wrong("data.csv", "is needed with data.kind: csv; it is a file of lines file,label")
     for key in ("criterion.supervised_epochs", "data.split.kind", "evaluation.knn_every_epochs"):
         if d.kind == "images" and values[key] != DEFAULTS[key]:
-            text = "which reads no labels; use csv with a file of labels in data.csv, or image_folder"
-            wrong(key, f"must be {as_yaml(DEFAULTS[key])} with data.kind: images, {text}")
+            text = (
+                f"must be {as_yaml(DEFAULTS[key])} with data.kind: images, which reads no labels; use csv with a file "
+                "of labels in data.csv, or image_folder"
+            )
+            wrong(key, text)
     if split.kind == "names" and d.kind not in FILES:
         text = f"names needs images that are files, and data.kind {d.kind} holds them in memory"
         wrong("data.split.kind", f"{text}; use bernoulli, stratified or all")
