@@ -282,8 +282,9 @@ def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | 
 def _not_found(path: Path, shown: str) -> str:
     if near := get_close_matches(path.name, sorted(each.name for each in path.parent.glob("*.y*ml")), 1):
         return f"no such file; did you mean {Path(shown).parent / near[0]}?"
-    near = get_close_matches(os.path.splitext(shown)[0].removeprefix("configs/"), shipped(), 1)
-    return "no such file" + (f"; did you mean {near[0]}, a config of the package?" if near else "")
+    if near := get_close_matches(os.path.splitext(shown)[0].removeprefix("configs/"), shipped(), 1):
+        return f"no such file; did you mean {near[0]}, a config of the package?"
+    return "no such file"
 
 
 def read_config(
