@@ -84,16 +84,12 @@ def arithmetic(
     def wrong(key: str, text: str) -> None:
         problems.append(Problem(key, text))
 
-    def sizes(size: int | PerRank) -> tuple[int, int]:
-        """Return a size over all processes and on each."""
-        if isinstance(size, PerRank):
-            return size.per_rank * world_size, size.per_rank
-        return size, size // world_size
+    def total(size: int | PerRank) -> int:
+        return size.per_rank * world_size if isinstance(size, PerRank) else size
 
-    labels_alone = c.instance == "none"
-    unlabeled, local_unlabeled = sizes(c.unsupervised_batch_size)
+    labels_alone, unlabeled = c.instance == "none", total(c.unsupervised_batch_size)
     classes = c.classes_per_batch if c.supervised else 0
-    per_class, _ = sizes(c.supervised_imgs_per_class) if c.supervised else (0, 0)
+    per_class = total(c.supervised_imgs_per_class) if c.supervised else 0
     batch_key, class_key = "criterion.unsupervised_batch_size", "criterion.supervised_imgs_per_class"
     for key, size, times in ((batch_key, unlabeled, 1), (class_key, per_class, classes)):
         if size * times % world_size:
@@ -124,8 +120,7 @@ def arithmetic(
         labeled_views = classes * c.supervised_views  # of one image of each class
         views, visits = 2 * unlabeled + labeled_views * per_class, on * per_class  # visits to each class
         per_class = round(c.labeled_share * views / labeled_views / world_size) * world_size
-        local_unlabeled = max(0, views - labeled_views * per_class) // 2 // world_size
-        unlabeled = local_unlabeled * world_size
+        unlabeled = max(0, views - labeled_views * per_class) // 2 // world_size * world_size
         if per_class < 2 or not 2 <= unlabeled <= num_images:
             text = (
                 f"of {views:,} views an update leaves {per_class} labeled images of each of {classes} classes over all "
@@ -138,7 +133,7 @@ def arithmetic(
     views = small_views + (0 if labels_alone else 2)
     micro_batch = c.micro_batch // world_size if c.micro_batch is not None else None
     local_labeled = classes * per_class * c.supervised_views // world_size
-    pieces = piece_sizes(local_unlabeled, local_labeled, views, micro_batch)
+    pieces = piece_sizes(unlabeled // world_size, local_labeled, views, micro_batch)
     largest = views * pieces[0][0] + pieces[0][1]
     if micro_batch is not None and largest > micro_batch:
         text = (
@@ -164,7 +159,7 @@ def arithmetic(
         large_views=0 if labels_alone else 2,
         small_views=small_views,
         global_unlabeled=unlabeled,
-        local_unlabeled=local_unlabeled,
+        local_unlabeled=unlabeled // world_size,
         classes_per_batch=classes,
         global_images_per_class=per_class,
         labeled_views=c.supervised_views,
