@@ -15,8 +15,8 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 import pytest
@@ -38,92 +38,59 @@ def intercept(
         yield
 
 
-@dataclass
-class Node:
-    """A file (bytes) or a folder (a dict of nodes by name), as programs see it and as the disk has it."""
-
-    now: Any
-    durable: Any = field(default=None)
-
-    def sync(self) -> "Node":
-        self.durable = dict(self.now) if isinstance(self.now, dict) else self.now
-        return self
-
-
-def _load(path: Path) -> Node:
-    """Return what is there before the program runs: all of it is on the disk."""
-    return Node(
-        {entry.name: _load(entry) for entry in path.iterdir()} if path.is_dir() else path.read_bytes()
-    ).sync()
-
-
-def _store(node: Node, path: Path, lazy: bool) -> None:
-    if isinstance(node.now, bytes):
-        path.write_bytes(node.durable)
-        return
-    path.mkdir()
-    for name, child in (node.durable if lazy else node.now).items():
-        _store(child, path / name, lazy)
+Children = dict[str, tuple[int, bool]]  # name -> inode, and whether it is a folder
 
 
 class Watched:
-    """The calls so far, as names, and the file system that they made."""
+    """The calls so far, as names, and what of the folder is on the disk, by inode."""
 
     def __init__(self, folder: Path):
-        self.folder, self.root = folder, _load(folder)
+        self.folder = folder
         self.calls: list[str] = []
-        # By descriptor; folders too, for calls relative to them.
-        self._open: dict[int, tuple[Path, Node]] = {}
+        self._durable: dict[int, bytes | Children] = {}
+        self.held: list[int] = []  # descriptors: while a file is open, no other gets its inode
+        for path in (folder, *folder.rglob("*")):  # what is there before is on the disk
+            self.held.append(os.open(path, os.O_RDONLY))
+            self._sync(self.held[-1])
 
     def disks(self, under: Path) -> Iterator[tuple[str, Path]]:
         """Write each disk that a power cut could leave now to a new folder in `under`; yield (kind, folder)."""
         for kind in ("eager", "lazy"):
             target = under / f"{len(self.calls)}_{kind}"
-            _store(self.root, target, lazy=kind == "lazy")
+            self._store(target, os.stat(self.folder).st_ino, True, self.folder if kind == "eager" else None)
             yield kind, target
 
-    def note(self, name: str, result: Any, args: tuple, keys: dict) -> None:
-        """Do to the model what the call did to the file system."""
-        if name in ("write", "fsync"):
-            _, node = self._open.get(args[0], (None, None))
-            if node is not None and name == "write":
-                node.now += bytes(args[1][:result])
-            elif node is not None:
-                node.sync()
+    def _store(self, target: Path, inode: int, is_folder: bool, now: Path | None) -> None:
+        """Write what is on the disk of an inode, a folder with the names that `now` has, if that is given."""
+        if not is_folder:
+            target.write_bytes(self._durable.get(inode, b""))
             return
-        path = Path(os.fspath(args[0]))
-        if keys.get("dir_fd") is not None:
-            path = self._open[keys["dir_fd"]][0] / path
-        path = Path(os.path.abspath(path))
-        if not path.is_relative_to(self.folder):
-            if name == "open":  # the number of a file that was closed
-                self._open.pop(result, None)
-            return
-        siblings = self._names(path.parent)
-        if name == "open":
-            node = self.root if path == self.folder else siblings.setdefault(path.name, Node(b"", b""))
-            if args[1] & os.O_TRUNC:
-                node.now = b""
-            self._open[result] = path, node
-        elif name == "mkdir":
-            siblings[path.name] = Node({}, {})
-        elif name in ("rename", "replace"):
-            target = Path(os.path.abspath(args[1]))
-            self._names(target.parent)[target.name] = siblings.pop(path.name)
-        else:
-            del siblings[path.name]
+        target.mkdir()
+        for name, child in (children(now) if now else self._durable.get(inode, {})).items():
+            self._store(target / name, *child, now and now / name)
 
-    def _names(self, folder: Path) -> dict[str, Node]:
-        node = self.root
-        for part in folder.relative_to(self.folder).parts if folder.is_relative_to(self.folder) else ():
-            node = node.now[part]
-        return node.now
+    def _sync(self, file: int) -> None:
+        status = os.fstat(file)
+        here = Path(f"/proc/self/fd/{file}")
+        self._durable[status.st_ino] = children(here) if S_ISDIR(status.st_mode) else here.read_bytes()
+
+    def note(self, name: str, args: tuple) -> None:
+        if name == "fsync":
+            self._sync(args[0])
+        elif name == "mkdir" or (name == "open" and args[1] & os.O_CREAT):
+            # Opened anew: a copy of the program's descriptor would hold its locks.
+            self.held.append(os.open(args[0], os.O_RDONLY))
+
+
+def children(folder: Path) -> Children:
+    with os.scandir(folder) as found:
+        return {each.name: (each.inode(), each.is_dir()) for each in found}
 
 
 @contextlib.contextmanager
 def watch(folder: Path, after_call: Callable[[Watched], None]) -> Iterator[Watched]:
     """Record every call; `after_call(watched)` runs after each that changed something under `folder`."""
-    watched = Watched(Path(os.path.abspath(folder)))
+    watched = Watched(folder)
     looking = False  # while `after_call` works, its calls are not the program's
 
     def hook(name: str, call: Callable, args: tuple, keys: dict) -> Any:
@@ -131,16 +98,20 @@ def watch(folder: Path, after_call: Callable[[Watched], None]) -> Iterator[Watch
         result = call(*args, **keys)
         if looking:
             return result
-        watched.note(name, result, args, keys)
+        looking = True
+        watched.note(name, args)
         if name != "open" or args[1] & os.O_CREAT:
-            looking = True
             watched.calls.append(name)
             after_call(watched)
-            looking = False
+        looking = False
         return result
 
-    with intercept(hook):
-        yield watched
+    try:
+        with intercept(hook):
+            yield watched
+    finally:
+        for held in watched.held:
+            os.close(held)
 
 
 def die_at(write: Callable[[], object], fatal: int, half: bool = False) -> list[str]:
