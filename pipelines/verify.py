@@ -92,7 +92,7 @@ def note_on_copies(index: ImageIndex, progress: Progress | None = None) -> list[
         return hashlib.sha256(content if isinstance(content, bytes) else content.read_bytes()).digest()
 
     first, copies = {}, []
-    for i, digest_of_i in zip(alike, in_threads(digest, len(alike), progress=progress)):
+    for i, digest_of_i in zip(alike, in_threads(digest, len(alike), progress)):
         if (j := first.setdefault(digest_of_i, i)) != i:
             mine, other = (f"{index.name(n)} ({index.classes[index.labels[n]]})" for n in (i, j))
             copies.append(f"{mine} of {other}")

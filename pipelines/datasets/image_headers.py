@@ -192,18 +192,16 @@ def jpeg_size(file: int, upright: bool) -> tuple[int, int] | None:
         at += 2 + length
 
 
-def in_threads(
-    work: Callable[[int], Any], count: int, threads: int = THREADS, progress: Progress | None = None
-) -> list[Any]:
+def in_threads(work: Callable[[int], Any], count: int, progress: Progress | None = None) -> list[Any]:
     """Return work(row) of the rows 0..count-1, which are called in no order. Raises what a call raised."""
-    chunk, results = min(_CHUNK, 1 + count // threads), []
+    chunk, results = min(_CHUNK, 1 + count // THREADS), []
 
     def rows_from(first: int) -> list[Any]:
         return [work(row) for row in range(first, min(first + chunk, count))]
 
     if progress is not None:
         progress(0, count)
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         for some in pool.map(rows_from, range(0, count, chunk)):
             results += some
             if progress is not None:
@@ -223,7 +221,7 @@ def read_sizes(
         except ValueError as reason:
             bad[row] = str(reason)
 
-    in_threads(work, count, progress=progress)
+    in_threads(work, count, progress)
     return sizes, dict(sorted(bad.items()))
 
 

@@ -75,7 +75,7 @@ def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = F
         if len(other := np.flatnonzero((index.sizes != 32).any(axis=1))):
             raise DataError(f"{index.path(other[0])} has not 32 x 32 pixels, as the images of {title} have")
         try:
-            pixels = in_threads(lambda i: read_rgb(index.path(i)), len(index), 4)
+            pixels = in_threads(lambda i: read_rgb(index.path(i)), len(index))
         except RuntimeError as error:
             raise DataError(f"an image of {title} cannot be decoded: {error}") from error
         return replace(index, pixels=np.stack(pixels))

@@ -7,6 +7,7 @@ A step is any integer >= 0. An epoch is a way of counting steps, never an iterat
 exhausted iterators have silently trained on half their steps.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -56,14 +57,20 @@ def _share(what: str, amount: int, world_size: int) -> int:
 class UnlabeledSampler:
     """Every image once an epoch, in a fresh order each epoch, in global batches; the remainder is dropped.
 
-    Attributes: `global_batch`, `world_size`, `local_batch` (= global_batch / world_size), `steps_per_epoch`
+    The images are 0..num_images-1, or `indices`, int64 (num_images,), whose own order does not matter. Attributes:
+    `global_batch`, `world_size`, `local_batch` (= global_batch / world_size), `steps_per_epoch`
     (= num_images // global_batch, recipe 2.2). Other images make up the dropped remainder each epoch.
     Raises DataError when the batch does not divide among the ranks or the images do not fill one batch.
     """
 
-    indices: np.ndarray | None = None
-
-    def __init__(self, num_images: int, global_batch: int, world_size: int, seed: int):
+    def __init__(
+        self,
+        num_images: int,
+        global_batch: int,
+        world_size: int,
+        seed: int,
+        indices: np.ndarray | None = None,
+    ):
         self.local_batch = _share("the unlabeled batch", global_batch, world_size)
         if num_images < global_batch:
             raise DataError(
@@ -73,15 +80,14 @@ class UnlabeledSampler:
         self.num_images, self.global_batch = num_images, global_batch
         self.world_size, self.seed = world_size, seed
         self.steps_per_epoch = num_images // global_batch
-        self._orders: dict[int, np.ndarray] = {}
+        self.indices = None if indices is None else np.sort(np.asarray(indices, np.int64))
+        # Two epochs are kept: the loader reads ahead into the next epoch while the step just done is asked about, and
+        # sorting a million keys for each such question would stall the queue.
+        self._order = functools.lru_cache(maxsize=2)(self._draw_order)
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            order = permutation(self.num_images, seed=self.seed, role=EPOCH_ROLE, counter=(0, epoch))
-            # Two epochs are kept: the loader reads ahead into the next epoch while the step just done is asked about,
-            # and sorting a million keys for each such question would stall the queue.
-            self._orders = dict([*self._orders.items(), (epoch, order)][-2:])
-        return self._orders[epoch]
+    def _draw_order(self, epoch: int) -> np.ndarray:
+        order = permutation(self.num_images, seed=self.seed, role=EPOCH_ROLE, counter=(0, epoch))
+        return order if self.indices is None else self.indices[order]
 
     def rows(self, step: int, rank: int) -> np.ndarray:
         """Return image indices, int64 (local_batch,), of `rank` at `step`: its cut of the step's global batch."""
@@ -89,23 +95,6 @@ class UnlabeledSampler:
         first = position * self.global_batch + rank * self.local_batch
         # A copy, so that a batch kept for a report does not keep its whole epoch's order alive.
         return self._order(epoch)[first : first + self.local_batch].copy()
-
-
-class SubsetSampler(UnlabeledSampler):
-    """Every image of `indices` once an epoch, as `UnlabeledSampler` shows those of a whole data set.
-
-    `indices` int64 (L,) are numbers in the data set. Their order does not matter: the ascending order is shuffled.
-    """
-
-    indices: np.ndarray | None
-
-    def __init__(self, indices: np.ndarray, global_batch: int, world_size: int, seed: int):
-        self._sorted = self.indices = np.sort(np.asarray(indices, np.int64))
-        super().__init__(len(self._sorted), global_batch, world_size, seed)
-
-    def rows(self, step: int, rank: int) -> np.ndarray:
-        """Return image indices, int64 (local_batch,), of `rank` at `step`."""
-        return self._sorted[super().rows(step, rank)]
 
 
 class ClassSampler:

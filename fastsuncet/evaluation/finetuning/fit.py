@@ -40,7 +40,7 @@ from pipelines.backend import to_device
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader
 from pipelines.sampling.augmentation import Augmentation, Center
-from pipelines.sampling.samplers import SubsetSampler
+from pipelines.sampling.samplers import UnlabeledSampler
 from pipelines.sampling.step_plan import Plan
 
 # A classifier of features h that starts from a linear fit needs rates below about 1 / mean of |h|^2: at larger ones it
@@ -64,7 +64,8 @@ class FineTuningStream:
         shown = {"size": a.size, "crop_scale": f.crop_scale, "crop_ratio": a.crop_ratio, "flip": a.flip}
         view = Augmentation(**shown, blur=0.0, mean=a.mean, std=a.std).uncolored
         self.passes, self._index, self._place = f.accumulate, index, place
-        sampler = SubsetSampler(indices, sizes(config)[0], place.world_size * self.passes, seed)
+        shares = place.world_size * self.passes
+        sampler = UnlabeledSampler(len(indices), sizes(config)[0], shares, seed, indices)
         self.steps_per_epoch = sampler.steps_per_epoch
         draws = {"seed": seed, "role": ROLE, "passes": self.passes}
         self._plans = [Plan(index, sampler, (view,), rank=rank, **draws) for rank in range(place.world_size)]
