@@ -16,10 +16,10 @@ import numpy as np
 
 from pipelines.backend import Backend, LoaderOptions, choose_backend
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import Progress, image_size, in_threads
+from pipelines.datasets.image_headers import image_size, in_threads
 from pipelines.datasets.index import ImageIndex
 from pipelines.engines import engine_of
-from pipelines.output import first_five
+from pipelines.output import first_five, show_progress
 from pipelines.sampling.step_plan import EvaluationPlan
 
 # The kinds of a JPEG's segments: all but those without a length, and the pixels.
@@ -34,14 +34,13 @@ def check(
     *,
     device: Literal["cpu", "gpu"] = "cpu",
     threads: int = 2,
-    progress: Progress | None = None,
 ) -> ImageIndex:
     """Check every image of a new index: whole decode to the header's size, JPEG end marker, checksum in a pack.
 
     The result has the bad images, those of `index` among them, for `save_index` to keep.
 
     `backend` "dali" decodes with DALI on `device` ("cpu" or "gpu"), "torchvision" with PIL, "auto" with DALI where it
-    is installed. `progress(done, total)` is called after each batch. An image that decodes to wrong pixels without an
+    is installed. An image that decodes to wrong pixels without an
     error (a flipped bit inside a JPEG) is found only in a pack.
 
     Raises DataError for data without files, for an absent back-end, and when the decoder refuses a whole batch that PIL
@@ -71,14 +70,13 @@ def check(
                     found[i] = flaw
             bad |= found
             done += len(numbers)
-            if progress is not None:
-                progress(done, len(index))
+            show_progress(index.root, done, len(index))
     sizes = index.sizes.copy()
     sizes[list(bad)] = 0
     return replace(index, sizes=sizes, bad=dict(sorted(bad.items())))
 
 
-def note_on_copies(index: ImageIndex, progress: Progress | None = None) -> list[str]:
+def note_on_copies(index: ImageIndex) -> list[str]:
     """Return a sentence on the labeled images with the content of an earlier one, or none.
 
     A file is read only if another one has as many bytes.
@@ -92,7 +90,8 @@ def note_on_copies(index: ImageIndex, progress: Progress | None = None) -> list[
         return hashlib.sha256(content if isinstance(content, bytes) else content.read_bytes()).digest()
 
     first, copies = {}, []
-    for i, digest_of_i in zip(alike, in_threads(digest, len(alike), progress)):
+    digests = in_threads(digest, len(alike), f"{index.root}, looking for copies")
+    for i, digest_of_i in zip(alike, digests):
         if (j := first.setdefault(digest_of_i, i)) != i:
             mine, other = (f"{index.name(n)} ({index.classes[index.labels[n]]})" for n in (i, j))
             copies.append(f"{mine} of {other}")

@@ -4,7 +4,6 @@ A truncated file can pass for weeks, until a crop reaches the missing rows; this
 """
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree
 from pipelines.datasets.index import ImageIndex, with_classes
 from pipelines.datasets.index_file import save_index
-from pipelines.output import say_line, show_progress
+from pipelines.output import say_line
 from pipelines.verify import check, note_on_copies
 
 
@@ -55,8 +54,7 @@ def check_config(config: Config) -> None:
         else:
             print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
     checked = [_checked(index, kept, **options) for index, kept in parts]
-    comparing = partial(show_progress, f"{train.root}, looking for copies")
-    for note in note_on_copies(replace(labeled, bad=checked[0].bad), comparing):
+    for note in note_on_copies(replace(labeled, bad=checked[0].bad)):
         say_line(f"note: {note}")
     bad = [each for index in checked for each in index.bad_files()]
     if len(bad) > data.bad_images:
@@ -79,8 +77,8 @@ def _device() -> str:
 def _checked(
     index: ImageIndex, kept: Path | None, megapixels: float = 100, backend: Backend = "auto", **options
 ) -> ImageIndex:
-    """Check the images, show progress on a terminal, and keep the index in `kept`."""
-    whole = check(index, backend, progress=partial(show_progress, index.root), **options)
+    """Check the images, and keep the index in `kept`."""
+    whole = check(index, backend, **options)
     checked = whole.within(megapixels)
     state = f"{len(checked.bad):,} bad" if checked.bad else "all good"
     decoder = "DALI" if choose_backend(backend) == "dali" else "PIL"

@@ -1,6 +1,5 @@
 """`fastsuncet data pack`: the training images of a config as a few tar shards, for shared file systems."""
 
-from functools import partial
 from pathlib import Path
 
 from fastsuncet.config import Config
@@ -9,7 +8,6 @@ from fastsuncet.config.rules import FILES
 from fastsuncet.data.image_files import file_index
 from fastsuncet.paths import typed_path
 from pipelines.datasets.pack import write_pack
-from pipelines.output import show_progress
 
 
 def data_pack(config: Config, output: Path | None = None) -> None:
@@ -27,7 +25,7 @@ def data_pack(config: Config, output: Path | None = None) -> None:
     # A CSV's labels stay out of the pack, as of the kept index: they can change while the pixels do not.
     index = file_index(config, train=True, scan=True)
     index.require_good(data.bad_images)
-    before = write_pack(index, folder, progress=partial(show_progress, folder))
+    before = write_pack(index, folder)
     if before == len(index):
         print(f"{folder}: has all {before:,} images of {index.root} already")
         return

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from pipelines.datasets.folders import image_folder, image_tree, look_again
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.pack import open_pack
-from pipelines.output import counted, say_line, say_once, show_progress
+from pipelines.output import counted, say_once
 
 
 def find_files(config: Config, *, train: bool, scan: bool) -> ImageIndex:
@@ -60,21 +59,14 @@ def scanned(config: Config, *, train: bool) -> ImageIndex:
     data, folder = config.data, image_root(config, train=train)
     with config.naming("data.root", "data.train" if train else "data.validation"):
         if not train or data.kind == "image_folder":
-            return image_folder(folder, partial(reading_headers, folder), upright=data.exif_orientation)
+            return image_folder(folder, upright=data.exif_orientation)
         inside = data.validation_folder
         if data.train is None and inside is not None and (folder / inside).is_dir():
             raise DataError(
                 f"the validation images {folder / inside} lie in the folder of the training images: set "
                 "data.train to a folder without them, or data.validation=null to train on them as well"
             )
-        return image_tree(folder, partial(reading_headers, folder), upright=data.exif_orientation)
-
-
-def reading_headers(folder: Path, done: int, total: int) -> None:
-    """Show how far a scan of `folder` is: on a terminal as it goes, elsewhere in one line if it takes a while."""
-    if not done and total >= 100_000:
-        say_line(f"reading the headers of {total:,} images in {folder}, once: their index is kept")
-    show_progress(folder, done, total)
+        return image_tree(folder, upright=data.exif_orientation)
 
 
 def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:

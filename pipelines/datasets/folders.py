@@ -16,7 +16,6 @@ from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import (
     EXTENSIONS,
     NOT_READ,
-    Progress,
     image_size,
     in_threads,
     jpeg_size,
@@ -36,7 +35,7 @@ GONE, UNSURE = -2, -1
 _TICK = 2_000_000_000  # ns; the times of some file systems have steps of two seconds
 
 
-def image_folder(root: str | Path, progress: Progress | None = None, *, upright: bool = False) -> ImageIndex:
+def image_folder(root: str | Path, *, upright: bool = False) -> ImageIndex:
     """Return the images of ImageNet's layout: an image's class is the folder directly under `root` that it lies in.
 
     Takes .jpg .jpeg .png .webp .bmp .tif .tiff in any case, at any depth below the class folder; leaves out
@@ -63,10 +62,10 @@ def image_folder(root: str | Path, progress: Progress | None = None, *, upright:
         raise DataError(f"{len(empty)} class folders of {root} hold no image: {', '.join(empty[:5])}")
     number = {name: label for label, name in enumerate(folders)}
     labels = np.array([number[name] for name in inside], np.int64)
-    return with_headers(root, tree.files, labels, tuple(folders), progress, upright, folders=tree.times)
+    return with_headers(root, tree.files, labels, tuple(folders), upright, folders=tree.times)
 
 
-def image_tree(root: str | Path, progress: Progress | None = None, *, upright: bool = False) -> ImageIndex:
+def image_tree(root: str | Path, *, upright: bool = False) -> ImageIndex:
     """Return every image below `root`, at any depth, none labeled. Files, order and errors as in `image_folder`."""
     root = existing_folder(root)
     tree = _listed(root, classes=False)
@@ -74,7 +73,7 @@ def image_tree(root: str | Path, progress: Progress | None = None, *, upright: b
     if not tree.files:
         raise DataError(f"{root} holds no image ({', '.join(sorted(EXTENSIONS))})")
     labels = np.full(len(tree.files), -1)
-    return with_headers(root, tree.files, labels, (), progress, upright, folders=tree.times)
+    return with_headers(root, tree.files, labels, (), upright, folders=tree.times)
 
 
 def image_list(files: Sequence[str | os.PathLike[str]], *, upright: bool = False) -> ImageIndex:
@@ -173,7 +172,6 @@ def with_headers(
     files: Sequence[str],
     labels: np.ndarray,
     classes: tuple[str, ...],
-    progress: Progress | None = None,
     upright: bool = False,
     folders: Mapping[str, int] | None = None,
 ) -> ImageIndex:
@@ -182,6 +180,8 @@ def with_headers(
     A file that cannot be used is a bad image; none raises.
     """
     names = Names.of(files)
+    if len(names) >= 100_000:
+        say_line(f"reading the headers of {len(names):,} images in {root}")
     stamps = np.full((len(names), 2), -1, np.int64)
 
     def opened(path: str, flags: int) -> int:
@@ -199,7 +199,7 @@ def with_headers(
             size = jpeg_size(file.fileno(), upright)
         return size or image_size(path, upright=upright)
 
-    sizes, bad = read_sizes(size_of, len(names), progress)
+    sizes, bad = read_sizes(size_of, len(names), root)
     return ImageIndex(
         root, names, labels, classes, sizes, stamps=stamps, bad=bad, upright=upright, folders=folders
     )

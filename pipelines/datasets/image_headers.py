@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from PIL import ExifTags, Image, ImageChops
 
+from pipelines.output import show_progress
+
 # Otherwise PIL would load its parsers later, in the worker threads.
 Image.init()
 EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"))
@@ -31,9 +33,6 @@ _ORDERS: dict[bytes, Literal["little", "big"]] = {b"II*\0": "little", b"MM\0*": 
 _SHORT = 3
 # Bytes read at a time to find the size of a JPEG: for four of five files of ImageNet one read is enough.
 _HEAD = 4096
-
-# Called in the caller's own thread with (files done, files in all).
-Progress = Callable[[int, int], None]
 
 
 def _readable_by_pil(image: os.PathLike | str | bytes) -> os.PathLike | str | io.BytesIO:
@@ -192,25 +191,26 @@ def jpeg_size(file: int, upright: bool) -> tuple[int, int] | None:
         at += 2 + length
 
 
-def in_threads(work: Callable[[int], Any], count: int, progress: Progress | None = None) -> list[Any]:
-    """Return work(row) of the rows 0..count-1, which are called in no order. Raises what a call raised."""
+def in_threads(work: Callable[[int], Any], count: int, what: object = None) -> list[Any]:
+    """Return work(row) of the rows 0..count-1, which are called in no order. Raises what a call raised.
+
+    `what` names the rows on a terminal.
+    """
     chunk, results = min(_CHUNK, 1 + count // THREADS), []
 
     def rows_from(first: int) -> list[Any]:
         return [work(row) for row in range(first, min(first + chunk, count))]
 
-    if progress is not None:
-        progress(0, count)
     with ThreadPoolExecutor(THREADS) as pool:
         for some in pool.map(rows_from, range(0, count, chunk)):
             results += some
-            if progress is not None:
-                progress(len(results), count)
+            if what is not None:
+                show_progress(what, len(results), count)
     return results
 
 
 def read_sizes(
-    size_of: Callable[[int], tuple[int, int]], count: int, progress: Progress | None = None
+    size_of: Callable[[int], tuple[int, int]], count: int, what: object
 ) -> tuple[np.ndarray, dict[int, str]]:
     """Return size_of(row) of all rows, int32 (count, 2), and row -> why where it raised ValueError: size 0, 0."""
     sizes, bad = np.zeros((count, 2), np.int32), {}
@@ -221,7 +221,7 @@ def read_sizes(
         except ValueError as reason:
             bad[row] = str(reason)
 
-    in_threads(work, count, progress)
+    in_threads(work, count, what)
     return sizes, dict(sorted(bad.items()))
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
-from pipelines.datasets.image_headers import THREADS, Progress, image_size, read_sizes, stamp
+from pipelines.datasets.image_headers import THREADS, image_size, read_sizes, stamp
 from pipelines.datasets.index import ImageIndex, class_numbers
 from pipelines.datasets.index_file import load_index, save_index
 from pipelines.datasets.shards import CHECKSUM, MEMBER, Scan, Shards, require_inside, scan_shard
@@ -136,7 +136,7 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
         except ValueError:  # the header is longer than that, or there is none
             return image_size(pack.read(i), upright=upright)
 
-    sizes, bad = read_sizes(size_of, len(members), partial(show_progress, f"images in shards in {root}"))
+    sizes, bad = read_sizes(size_of, len(members), f"images in shards in {root}")
     # Names in bytes, shard by shard: as strings, those of ImageNet would be 300 MB.
     names = [
         Names.of(f"{path.relative_to(root)}/{name}" for name in scan.names).lines
@@ -148,7 +148,7 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
     )
 
 
-def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = None) -> int:
+def write_pack(index: ImageIndex, folder: Path) -> int:
     """Pack the files of `index` into `folder`; return how many images an earlier, killed start had packed already.
 
     Does nothing where `folder` is a pack of the same images. Bad images keep their numbers and reasons, without bytes.
@@ -169,7 +169,7 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
             if (folder / INDEX).is_file():
                 open_pack(folder, like=index, upright=index.upright)
                 return len(index)
-            return _write(index, folder, part, progress)
+            return _write(index, folder, part)
     except OSError as error:
         raise CannotWrite(
             f"cannot write the pack {folder}: {error.strerror or error}. {atomic_files.advice(error, '--output')} "
@@ -177,7 +177,7 @@ def write_pack(index: ImageIndex, folder: Path, *, progress: Progress | None = N
         ) from error
 
 
-def _write(index: ImageIndex, folder: Path, part: Path, progress: Progress | None) -> int:
+def _write(index: ImageIndex, folder: Path, part: Path) -> int:
     """Make `part` the pack, then `folder`; return how many images were packed already."""
     if atomic_files.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} exists and is not a pack: choose another folder with --output")
@@ -185,14 +185,14 @@ def _write(index: ImageIndex, folder: Path, part: Path, progress: Progress | Non
         atomic_files.remove(other)
     atomic_files.make_folder(part)
     atomic_files.remove_leftovers(part)
-    before, pack = _write_shards(index, part, progress)
+    before, pack = _write_shards(index, part)
     save_index(replace(index, root=part, stamps=None, pack=pack), part / INDEX)
     os.rename(part, folder)
     atomic_files.sync(folder.parent)
     return before
 
 
-def _write_shards(index: ImageIndex, part: Path, progress: Progress | None) -> tuple[int, Shards]:
+def _write_shards(index: ImageIndex, part: Path) -> tuple[int, Shards]:
     """Write the shards that are not there. Return how many images were there already, and all shards."""
     assert index.stamps is not None
     lengths = index.stamps[:, 0]
@@ -216,17 +216,16 @@ def _write_shards(index: ImageIndex, part: Path, progress: Progress | None) -> t
             found = scan_shard(path).members
         if np.array_equal(found["length"], lengths[numbers]):
             before += len(numbers)
-            if progress is not None:
-                progress(int(numbers[-1]) + 1, len(index))
+            show_progress(part, int(numbers[-1]) + 1, len(index))
         else:
-            found = _write_shard(index, path, numbers, progress)
+            found = _write_shard(index, path, numbers)
         found["shard"] = shard
         members[numbers] = found
         paths.append(path)
     return before, Shards(paths, np.array([(path.stat().st_size, -1) for path in paths], np.int64), members)
 
 
-def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray, progress: Progress | None) -> np.ndarray:
+def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray) -> np.ndarray:
     """Write the shard of the images `numbers`; return where they lie in it, MEMBER (n,) with `shard` 0."""
     members = []
     with (
@@ -249,8 +248,7 @@ def _write_shard(index: ImageIndex, path: Path, numbers: np.ndarray, progress: P
                 add(f"{number:08d}{suffix}", content, CHECKSUM.format(f"{crc32:08x}"))
                 if index.labels[number] >= 0:
                     add(f"{number:08d}.cls", str(index.labels[number]).encode())
-            if progress is not None:
-                progress(block[-1] + 1, len(index))
+            show_progress(path.parent, block[-1] + 1, len(index))
     return np.array(members, MEMBER)
 
 

@@ -7,11 +7,11 @@ import pytest
 from PIL import Image
 
 from fastsuncet import cli
-from fastsuncet.commands import data_check
 from fastsuncet.commands.data_check import check_config, check_folder
 from fastsuncet.config import load_config
 from fastsuncet.data.image_files import index_path
 from pipelines.data_errors import BadImage, DataError
+from pipelines.datasets import image_headers
 from pipelines.datasets.index_file import load_index
 from tests.support.pictures import cut_short
 
@@ -86,7 +86,7 @@ def test_data_check_needs_a_validation_folder_only_for_an_evaluation(folder, run
 def test_data_check_names_labeled_copies_of_an_image(folder, run, monkeypatch):
     """An unlabeled copy and a bad one are none."""
     shown = []
-    monkeypatch.setattr(data_check, "show_progress", lambda *progress: shown.append(progress))
+    monkeypatch.setattr(image_headers, "show_progress", lambda *progress: shown.append(progress))
     train = folder / "images/train"
     for copy in ("cat/9.jpg", "dog/7.jpg"):
         (train / copy).write_bytes((train / "cat/0.jpg").read_bytes())

@@ -11,7 +11,6 @@ from fastsuncet import cli
 from fastsuncet.commands.data_check import check_config
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import Images, open_images
-from fastsuncet.data.image_files import reading_headers
 from fastsuncet.data.paired_stream import views
 from fastsuncet.distributed.place import join
 from pipelines.data_errors import BadImage, DataError
@@ -204,13 +203,6 @@ def test_kept_index_that_others_can_write_or_that_is_too_large_is_made_anew(
     monkeypatch.setattr(index_file, "MOST_BYTES", 50_000)
     for said in (f"note: the index runs/indices/{kept.name} is made anew, because {why}\n", ""):
         assert len(opened().train) == 3 and capsys.readouterr().out == said
-
-
-def test_scan_of_many_files_says_that_it_reads_their_headers_once(capsys):
-    for done, total in ((0, 99_999), (0, 100_000), (256, 100_000)):
-        reading_headers(Path("tree"), done, total)
-    said = "reading the headers of 100,000 images in tree, once: their index is kept\n"
-    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize(

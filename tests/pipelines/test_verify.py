@@ -124,7 +124,8 @@ def test_check_blames_only_the_bad_files_among_many_batches(tmp_path, reader, mo
         )
 
     monkeypatch.setattr(verify, "engine_of", counting)
-    checked = check(image_tree(tmp_path), reader, progress=lambda *count: seen.append(count))
+    monkeypatch.setattr(verify, "show_progress", lambda what, *count: seen.append(count))
+    checked = check(image_tree(tmp_path), reader)
     assert checked.bad == dict.fromkeys([0, 9, 10, 22], "a truncated JPEG: its end is missing")
     sizes = [[0, 0] if i in checked.bad else [50, 60 + i] for i in range(23)]
     assert checked.sizes.tolist() == sizes and seen == [(done, 23) for done in (4, 8, 12, 16, 20, 23)]
