@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -47,8 +46,8 @@ def image_folder(root: str | Path, *, upright: bool = False) -> ImageIndex:
     a folder.
     """
     root = existing_folder(root)
-    tree = _listed(root, classes=True)
-    folders = sorted(name for name in tree.times if name and "/" not in name)
+    files, times = _listed(root, classes=True)
+    folders = sorted(name for name in times if name and "/" not in name)
     if not folders:
         raise DataError(
             f"{root} has no class folders: an image folder is {root}/CLASS/IMAGE. For images without class "
@@ -56,24 +55,21 @@ def image_folder(root: str | Path, *, upright: bool = False) -> ImageIndex:
         )
     if set(folders) <= {"train", "val", "valid", "validation", "test"}:
         raise DataError(f"{root} holds {', '.join(folders)}, not class folders: name one of those instead")
-    say_not_read(root, tree.not_read)
-    inside = [name.partition("/")[0] for name in tree.files]
+    inside = [name.partition("/")[0] for name in files]
     if empty := sorted(set(folders) - set(inside)):
         raise DataError(f"{len(empty)} class folders of {root} hold no image: {', '.join(empty[:5])}")
     number = {name: label for label, name in enumerate(folders)}
     labels = np.array([number[name] for name in inside], np.int64)
-    return with_headers(root, tree.files, labels, tuple(folders), upright, folders=tree.times)
+    return with_headers(root, files, labels, tuple(folders), upright, folders=times)
 
 
 def image_tree(root: str | Path, *, upright: bool = False) -> ImageIndex:
     """Return every image below `root`, at any depth, none labeled. Files, order and errors as in `image_folder`."""
     root = existing_folder(root)
-    tree = _listed(root, classes=False)
-    say_not_read(root, tree.not_read)
-    if not tree.files:
+    files, times = _listed(root, classes=False)
+    if not files:
         raise DataError(f"{root} holds no image ({', '.join(sorted(EXTENSIONS))})")
-    labels = np.full(len(tree.files), -1)
-    return with_headers(root, tree.files, labels, (), upright, folders=tree.times)
+    return with_headers(root, files, np.full(len(files), -1), (), upright, folders=times)
 
 
 def image_list(files: Sequence[str | os.PathLike[str]], *, upright: bool = False) -> ImageIndex:
@@ -109,11 +105,11 @@ def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
     known, added = {index.files[i] for i in rows}, 0
     for name in moved:
         if times[name] != GONE:
-            tree = _listed(root, name, classes=bool(index.classes), known=times)
-            new = len(set(tree.files) - known)
+            files, below = _listed(root, name, classes=bool(index.classes), known=times)
+            new = len(set(files) - known)
             added += new
             # While the index lacks something of it, it is listed at each start, so that the images are named again.
-            if new or len(tree.times) > 1:
+            if new or len(below) > 1:
                 times[name] = UNSURE
     if times != kept:
         index = replace(index, folders=times)
@@ -222,58 +218,41 @@ def entries(folder: str | Path) -> Iterator[os.DirEntry]:
         raise DataError(f"cannot list {folder}: {error.strerror or error}") from error
 
 
-def _is_folder(entry: os.DirEntry, root: Path) -> bool:
-    try:
-        folder = entry.is_dir()
-    except OSError as error:  # a link to itself
-        raise DataError(f"cannot follow {entry.path}: {error.strerror or error}") from error
-    if folder and entry.is_symlink():
-        raise DataError(
-            f"{entry.path} is a link to a folder; links to folders are not followed, so that nothing outside "
-            f"{root} is read and nothing twice. Point data.root at the folder itself, or make a copy of hard "
-            f"links, which takes no space: cp -rlL SOURCE TARGET"
-        )
-    return folder
+def _listed(
+    root: Path, start: str = "", *, classes: bool, known: Collection[str] = ()
+) -> tuple[list[str], dict[str, int]]:
+    """Return the images in and below root/start, sorted, but with `classes` none of those directly under the root.
 
-
-def say_not_read(root: Path, not_read: Mapping[str, int]) -> None:
-    """Print how many images of each kind no decoder reads, if there are any."""
-    if not_read:
-        kinds = " and ".join(f"{count:,} {ending}" for ending, count in sorted(not_read.items()))
-        say_line(f"note: {kinds} files below {root} are not read: convert them to JPEG or PNG")
-
-
-class Tree(NamedTuple):
-    """What a folder holds."""
-
-    files: list[str]  # paths of images, with "/", sorted
-    times: dict[str, int]  # of each folder: its modification time before it was listed, in ns, or UNSURE
-    not_read: Counter[str]  # ending -> images that no decoder reads
-
-
-def _listed(root: Path, start: str = "", *, classes: bool, known: Collection[str] = ()) -> Tree:
-    """Return the images in and below root/start, but with `classes` those directly under the root.
-
-    Folders below `start` that are `known` are left out.
+    And `folder_time` of each folder, sorted, before it was listed. Folders below `start` that are `known` are left out.
+    Prints how many images of each kind are left out because no decoder reads them.
     """
-    tree, waiting = Tree([], {}, Counter()), [start]
+    files, times, not_read, waiting = [], {}, Counter(), [start]
     while waiting:
         below = waiting.pop()
         folder, prefix = os.path.join(root, below), f"{below}/" if below else ""
-        tree.times[below] = folder_time(folder)
+        times[below] = folder_time(folder)
         for entry in entries(folder):
-            name = entry.name
-            if _is_folder(entry, root):
+            name, is_link = entry.name, entry.is_symlink()
+            if is_link and os.path.isdir(entry.path):
+                raise DataError(
+                    f"{entry.path} is a link to a folder; links to folders are not followed, so that nothing outside "
+                    f"{root} is read and nothing twice. Point data.root at the folder itself, or make a copy of hard "
+                    f"links, which takes no space: cp -rlL SOURCE TARGET"
+                )
+            if entry.is_dir(follow_symlinks=False):
                 if prefix + name not in known:
                     waiting.append(prefix + name)
             elif classes and not below:
                 continue
             elif (ending := name[name.rfind(".") :].lower()) in EXTENSIONS:
-                if entry.is_symlink() and links_out(entry.path, root):
+                if is_link and links_out(entry.path, root):
                     raise DataError(
                         f"{entry.path} is a link that leads out of {root}; put the file itself there"
                     )
-                tree.files.append(prefix + name)
+                files.append(prefix + name)
             elif ending in NOT_READ:
-                tree.not_read[ending] += 1
-    return Tree(sorted(tree.files), dict(sorted(tree.times.items())), tree.not_read)
+                not_read[ending] += 1
+    if not_read:
+        kinds = " and ".join(f"{count:,} {ending}" for ending, count in sorted(not_read.items()))
+        say_line(f"note: {kinds} files below {Path(root, start)} are not read: convert them to JPEG or PNG")
+    return sorted(files), dict(sorted(times.items()))

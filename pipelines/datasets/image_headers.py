@@ -86,24 +86,22 @@ def read_rgb(file: os.PathLike | bytes, *, upright: bool = False, least: int | N
         with Image.open(_readable_by_pil(file), formats=FORMATS) as image:
             if least is not None:
                 image.draft("RGB", (least, least))
-            return as_rgb(image, upright=upright)
+            pixels = _rgb(image)
+            return _turned(pixels, orientation(image) or 1) if upright else pixels
     except Exception as error:  # PIL's parsers raise OSError, SyntaxError, ValueError, struct.error, ...
         name = "a packed image" if isinstance(file, bytes) else file
         raise RuntimeError(f"{name}: {error}") from error
 
 
-def as_rgb(image: Image.Image, *, upright: bool) -> np.ndarray:
-    """Return the pixels of an opened image as `read_rgb`. Raises what PIL raises."""
+def _rgb(image: Image.Image) -> np.ndarray:
     # 16-bit gray, which PIL would clip to white; older versions call such a PNG "I".
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         gray = (np.asarray(image, np.uint32) + 128) // 257  # rounded, as DALI does
-        pixels = np.repeat(gray.astype(np.uint8)[..., None], 3, axis=2)
-    else:
-        # PIL takes the inks of every JPEG for inverted, as Adobe writes them, and DALI those of Adobe's alone.
-        if image.format == "JPEG" and image.mode == "CMYK" and "adobe" not in image.info:
-            image = ImageChops.invert(image)
-        pixels = np.array(image.convert("RGB"))
-    return _turned(pixels, orientation(image) or 1) if upright else pixels
+        return np.repeat(gray.astype(np.uint8)[..., None], 3, axis=2)
+    # PIL takes the inks of every JPEG for inverted, as Adobe writes them, and DALI those of Adobe's alone.
+    if image.format == "JPEG" and image.mode == "CMYK" and "adobe" not in image.info:
+        image = ImageChops.invert(image)
+    return np.array(image.convert("RGB"))
 
 
 def _turned(pixels: np.ndarray, tag: int) -> np.ndarray:

@@ -182,14 +182,11 @@ def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.
         raise DataError(f"the list of names {file} is not UTF-8: {error}") from error
     if not lines:
         raise DataError(f"the list of names {file} is empty")
-    wrong = [
-        f"line {number}: {line!r}"
-        for number, line in enumerate(lines, 1)
-        if line != line.strip(string.whitespace) or leaves_root(line) or not {"/", "_"} & {*line}
-    ]
-    if wrong:
-        raise DataError(f"{file}: {first_five(wrong)} does not name an image below the data folder")
-    names = [line if "/" in line else f"{line.rsplit('_', 1)[0]}/{line}" for line in lines]
+    names = []
+    for number, line in enumerate(lines, 1):
+        if line != line.strip(string.whitespace) or leaves_root(line) or not {"/", "_"} & {*line}:
+            raise DataError(f"{file}: line {number}: {line!r} does not name an image below the data folder")
+        names.append(line if "/" in line else f"{line.rsplit('_', 1)[0]}/{line}")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{file} names images more than once: {first_five(twice)}")
     found = index.files.find(names)

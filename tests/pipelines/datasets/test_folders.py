@@ -267,8 +267,7 @@ def test_links_are_followed_to_files_inside_the_root_only(tmp_path):
     assert image_folder(root).bad == {2: "not a regular file", 3: "no such file"}
     link.unlink()
     link.symlink_to(link)
-    with pytest.raises(DataError, match=r"cannot follow .*3\.jpg: Too many levels of symbolic links"):
-        image_folder(root)
+    assert "Too many levels of symbolic links" in image_folder(root).bad[2]
 
 
 @pytest.fixture
