@@ -75,20 +75,10 @@ def compare(
     """Prove and time one set of config values against another, in a child of every rank. Collective.
 
     `request` is `request_of`'s. The clock times steps on a fixed batch, or steps that read their images; `exact`: the
-    proof is the bits of the base.
+    proof is the bits of the base. The children of all ranks form a group of their own. As soon as one fails, takes
+    longer than `seconds` or is `stopped`, all are ended, and another try can find something else.
     """
     sides = {"base": base, "contender": contender, "clock": clock, "exact": exact}
-    return judge([Verdict(**each) for each in run_children({**request, **sides}, seconds, stopped)])
-
-
-def run_children(
-    request: Mapping[str, Any], seconds: float, stopped: Callable[[], bool]
-) -> list[dict[str, Any]]:
-    """Return the last line of each rank's child, or why there is none, which another try can change. Collective.
-
-    The children of all ranks form a group of their own. As soon as one fails, takes longer than `seconds` or is
-    `stopped`, all are ended.
-    """
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         **os.environ,
@@ -106,11 +96,11 @@ def run_children(
         over = failed or all(code is not None for code, _ in everywhere)
         return not over
 
-    lines, end = run_child(request, environment, all_go_on)
+    lines, end = run_child({**request, **sides}, environment, all_go_on)
     if not over:  # this rank's did not start, and the others vote
         all_go_on(1)
     failed = {"problem": f"the process that tried it {end}", "final": False}
-    return gather_json(lines[-1] if lines else failed)
+    return judge([Verdict(**each) for each in gather_json(lines[-1] if lines else failed)])
 
 
 def run_while(

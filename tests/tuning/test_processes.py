@@ -60,23 +60,6 @@ def test_run_child_says_how_one_died(monkeypatch, code, end):
     assert child(monkeypatch, code) == ([], end)
 
 
-def test_compare_asks_the_children_and_judges_them(monkeypatch):
-    asked = []
-
-    def run_children(request, seconds, stopped):
-        asked.append(request)
-        return [{"base": [2.0], "contender": [1.0]}, {"base": [2.0], "contender": [1.6]}]
-
-    monkeypatch.setattr(processes, "run_children", run_children)
-    sides = {"base": {"meta.threads": 1}, "contender": {"meta.threads": 2}}
-    found = processes.compare({"config": {}}, *sides.values(), 60, lambda: False, clock="loop", exact=True)
-    assert (
-        asked == [{"config": {}, **sides, "clock": "loop", "exact": True}]
-        and found.gain == 2 / 1.6
-        and found.won
-    )
-
-
 ENDINGS = {"fails": "1: lost", "cannot start": "descriptor", "is stopped": ""}
 
 
@@ -88,17 +71,18 @@ def run_on_a_rank(rank, world_size):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(processes, "child_command", lambda *_: [sys.executable, "-c", code])
             patch.setattr(processes, "VOTE", 0.1)
+            patch.setattr(processes, "judge", list)
             if how == "cannot start" and rank == 1:
                 patch.setattr(processes.subprocess, "Popen", lambda *_, **__: os.read(-1, 1))  # an OSError
             began = time.monotonic()
-            found = processes.run_children({}, 60, lambda how=how: how == "is stopped" and rank == 1)
+            found = processes.compare({}, {}, {}, 60, lambda how=how: how == "is stopped" and rank == 1)
             assert time.monotonic() - began < 30
-            assert not any(each["final"] for each in found)
-            problems[how] = [each["problem"] for each in found]
+            assert not any(each.final for each in found)
+            problems[how] = [each.problem for each in found]
     return problems
 
 
-def test_run_children_ends_all_when_one_fails():
+def test_compare_ends_all_children_when_one_fails():
     first, second = run_ranks(run_on_a_rank, 2)
     assert first == second
     for how, (of_first, of_second) in first.items():
