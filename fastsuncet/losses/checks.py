@@ -1,6 +1,7 @@
 """Checks of the losses' arguments. Each raises ValueError with a message that begins with the loss's name."""
 
 import math
+import reprlib
 from numbers import Integral, Real
 from typing import Any
 
@@ -22,15 +23,19 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def check_matrix(loss: str, description: str, x: Tensor) -> None:
-    """Require a floating matrix; `description` is for example "z must be (rows, width)"."""
-    if not isinstance(x, Tensor) or x.ndim != 2 or not x.is_floating_point():
-        raise ValueError(f"{loss}: {description}, a tensor of a floating dtype, not {described(x)}")
+def require(loss: str, holds: bool, wanted: str, found: Any) -> None:
+    """Raise ValueError unless `holds`; `wanted` is for example "sharpen must be at most 1"."""
+    if holds:
+        return
+    if isinstance(found, Tensor):
+        raise ValueError(f"{loss}: {wanted}, not {tuple(found.shape)} of {found.dtype} on {found.device}")
+    raise ValueError(f"{loss}: {wanted}, not {reprlib.repr(found)}")
 
 
-def described(x: Any) -> str:
-    """Return what a message says of an argument that must be a tensor."""
-    return f"{tuple(x.shape)} of {x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+def check_matrix(loss: str, wanted: str, x: Tensor) -> None:
+    """Require a floating matrix; `wanted` is for example "z must be (rows, width)"."""
+    fits = isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point()
+    require(loss, fits, f"{wanted}, a tensor of a floating dtype", x)
 
 
 def check_rows(
@@ -39,41 +44,40 @@ def check_rows(
     """Require rows `z` (N, D) and settings that can be contrasted, and equal shapes on all ranks."""
     check_matrix(loss, "z must be (rows, width)", z)
     check_temperature(loss, temperature)
-    if keys not in KEYS:
-        raise ValueError(f"{loss}: keys must be one of {KEYS}, not {keys!r}")
+    require(loss, keys in KEYS, f"keys must be one of {KEYS}", keys)
     if chunk_size is not None:
-        check_count(loss, "chunk_size", chunk_size, 1, "None is the default")
+        check_count(loss, "chunk_size", chunk_size, 1)
     require_equal_shapes(loss, z, group)
 
 
-def check_positive(loss: str, name: str, value: float, hint: str) -> None:
+def check_positive(loss: str, name: str, value: float) -> None:
     """Require a plain finite number above 0."""
-    if not isinstance(value, Real) or not 0 < value < math.inf:
-        raise ValueError(f"{loss}: {name} must be a plain number above 0, not {value!r}; {hint}")
+    require(
+        loss,
+        isinstance(value, Real) and 0 < value < math.inf,
+        f"{name} must be a plain number above 0",
+        value,
+    )
 
 
-def check_count(loss: str, name: str, value: int, least: int, hint: str) -> None:
+def check_count(loss: str, name: str, value: int, least: int) -> None:
     """Require an integer of at least `least`."""
-    if not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{loss}: {name} must be an integer of at least {least}, not {value!r}; {hint}")
+    fits = isinstance(value, Integral) and value >= least
+    require(loss, fits, f"{name} must be an integer of at least {least}", value)
 
 
 def check_temperature(loss: str, temperature: float) -> None:
     """Require a plain finite number above 0."""
-    check_positive(loss, "temperature", temperature, "the paper uses 0.1 for ImageNet and 0.5 for CIFAR-10")
+    check_positive(loss, "temperature (the paper's is 0.1 for ImageNet and 0.5 for CIFAR-10)", temperature)
 
 
 def check_labels(loss: str, z: Tensor, labels: Tensor, average: str = "sample") -> None:
     """Require an integer label for each row of `z`, on its device."""
-    if not isinstance(labels, Tensor) or labels.ndim != 1 or len(labels) != len(z):
-        wanted = f"one integer per row, a tensor ({len(z)},)"
-        raise ValueError(f"{loss}: labels must be {wanted}, not {described(labels)}")
-    if labels.dtype not in _INTEGERS:
-        raise ValueError(f"{loss}: labels must be integers, not {labels.dtype}; use .long() on class numbers")
-    if labels.device != z.device:
-        raise ValueError(f"{loss}: labels are on {labels.device}, the rows on {z.device}; use labels.to(...)")
-    if average not in AVERAGES:
-        raise ValueError(f"{loss}: average must be one of {AVERAGES}, not {average!r}")
+    fits = isinstance(labels, Tensor) and labels.ndim == 1 and len(labels) == len(z)
+    require(loss, fits, f"labels must be one integer per row, a tensor ({len(z)},)", labels)
+    require(loss, labels.dtype in _INTEGERS, "labels must be integers, as .long() makes them", labels)
+    require(loss, labels.device == z.device, f"labels must be on {z.device}, as the rows", labels)
+    require(loss, average in AVERAGES, f"average must be one of {AVERAGES}", average)
 
 
 def require_equal_shapes(loss: str, x: Tensor, group: Group) -> None:

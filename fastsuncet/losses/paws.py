@@ -26,7 +26,7 @@ from fastsuncet.losses.checks import (
     check_matrix,
     check_positive,
     check_temperature,
-    described,
+    require,
     require_equal_shapes,
 )
 from fastsuncet.losses.contrast import LOWEST_TEMPERATURE, outside_autocast, unit_rows
@@ -158,7 +158,7 @@ def _one_hot(labels: Tensor, classes: int | None, like: Tensor) -> Tensor:
     if classes is None:
         classes = len(labels) if labels.is_cuda else int(first.sum())
     else:
-        check_count("paws", "classes", classes, 1, "None counts them")
+        check_count("paws", "classes", classes, 1)
         too_many = f"paws: there are more classes than classes={classes} among the supports of all ranks"
         torch._assert_async((column < classes).all(), too_many)  # pyright: ignore[reportPrivateImportUsage]
     return like.new_zeros(len(labels), classes).scatter_(1, column[:, None], 1)
@@ -171,32 +171,24 @@ def _check(
     for name, rows in zip(names, (anchors, supports, targets, target_supports)):
         check_matrix("paws", f"{name} must be (rows, width)", rows)
         kind, of_anchors = ((x.shape[1], x.device, x.dtype == torch.float64) for x in (rows, anchors))
-        if kind != of_anchors:
-            wanted = f"the width and device of anchors, {described(anchors)}, and be float64 if they are"
-            raise ValueError(f"paws: {name} must have {wanted}, not {described(rows)}")
+        wanted = f"the width and device of anchors, {tuple(anchors.shape)} on {anchors.device}, and their precision"
+        require("paws", kind == of_anchors, f"{name} must have {wanted}", rows)
     check_labels("paws", supports, labels)
     check_temperature("paws", temperature)
-    check_positive("paws", "sharpen", sharpen, "PAWS uses 0.25")
-    check_count("paws", "views", views, LARGE_VIEWS, "one predicts the other")
-    if len(anchors) % views or len(targets) * views != len(anchors) * LARGE_VIEWS:
-        raise ValueError(
-            f"paws: anchors must hold {views} views of the same images, view after view, and targets two; "
-            f"they have {len(anchors)} and {len(targets)} rows"
-        )
-    if len(supports) == 0 or supports.shape != target_supports.shape:
-        raise ValueError(
-            "paws: supports and target_supports must be of the same images, at least one; they are "
-            f"{tuple(supports.shape)} and {tuple(target_supports.shape)}"
-        )
-    if sharpen > 1:
-        raise ValueError(f"paws: sharpen must be at most 1, not {sharpen}; PAWS uses 0.25")
-    if not 0 <= smoothing < 1:
-        raise ValueError(f"paws: smoothing must be from 0 to below 1, not {smoothing!r}; PAWS uses 0.1")
-    if smoothing == 0 and temperature < LOWEST_TEMPERATURE:
-        raise ValueError(
-            f"paws: without smoothing, temperature must be at least {LOWEST_TEMPERATURE}, not {temperature}: the "
-            "probability of a far class would be 0"
-        )
-    if prior is not None and (not isinstance(prior, Tensor) or prior.shape != labels.shape):
-        wanted = f"one share per support, a tensor ({len(labels)},)"
-        raise ValueError(f"paws: prior must be {wanted}, not {described(prior)}")
+    check_positive("paws", "sharpen", sharpen)
+    check_count("paws", "views", views, LARGE_VIEWS)
+    images, rest = divmod(len(anchors), views)
+    many = f"views={views} of the same images, view after view, and targets two"
+    fits = not rest and len(targets) == LARGE_VIEWS * images
+    require("paws", fits, f"anchors must hold {many}", (len(anchors), len(targets)))
+    fits = len(supports) > 0 and supports.shape == target_supports.shape
+    wanted = f"target_supports must be of the images of supports, {tuple(supports.shape)}, at least one"
+    require("paws", fits, wanted, target_supports)
+    require("paws", sharpen <= 1, "sharpen must be at most 1", sharpen)
+    require("paws", 0 <= smoothing < 1, "smoothing must be from 0 to below 1", smoothing)
+    # Else the probability of a far class would be 0.
+    cold = smoothing == 0 and temperature < LOWEST_TEMPERATURE
+    wanted = f"temperature must be at least {LOWEST_TEMPERATURE} without smoothing"
+    require("paws", not cold, wanted, temperature)
+    fits = prior is None or (isinstance(prior, Tensor) and prior.shape == labels.shape)
+    require("paws", fits, f"prior must be one share per support, a tensor ({len(labels)},)", prior)

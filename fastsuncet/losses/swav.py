@@ -14,6 +14,7 @@ from fastsuncet.losses.checks import (
     check_matrix,
     check_positive,
     check_temperature,
+    require,
     require_equal_shapes,
 )
 from fastsuncet.losses.contrast import outside_autocast, unit_rows
@@ -59,16 +60,12 @@ def swav(
     """
     check_matrix("swav", "scores must be (crops x images, prototypes)", scores)
     check_temperature("swav", temperature)
-    check_positive("swav", "epsilon", epsilon, "SwAV uses 0.05")
-    if scores.shape[1] == 0:
-        raise ValueError(f"swav: scores must have at least one prototype, not {tuple(scores.shape)}")
-    check_count("swav", "iterations", iterations, 1, "SwAV uses 3")
-    check_count("swav", "crops", crops, CODE_CROPS, "one predicts the other")
-    if len(scores) % crops:
-        raise ValueError(
-            f"swav: scores must hold {crops} crops of the same images, crop after crop; "
-            f"{len(scores)} rows are not a multiple of {crops}"
-        )
+    check_positive("swav", "epsilon", epsilon)
+    require("swav", scores.shape[1] > 0, "scores must have at least one prototype", scores)
+    check_count("swav", "iterations", iterations, 1)
+    check_count("swav", "crops", crops, CODE_CROPS)
+    fits = len(scores) % crops == 0
+    require("swav", fits, f"scores must hold {crops} crops of the same images, crop after crop", scores)
     require_equal_shapes("swav", scores, group)
     by_crop = at_least_float32(scores).unflatten(0, (crops, len(scores) // crops))  # (V, U, K)
     codes = sinkhorn(by_crop[:CODE_CROPS], epsilon, iterations, group=group)
