@@ -109,76 +109,72 @@ def lars(config: Config, arithmetic: Arithmetic) -> Trial:
     """Try lars.cu on the sizes of all parameters."""
     m = config.model
     sizes = [p.numel() for p in build_model(m.name, m.stem, *m.head, device="meta").parameters()]
-    return Trial(sizes, partial(lars_kernel.prove, sizes=sizes), partial(_lars_work, sizes=sizes))
+
+    def work(device: torch.device) -> Callable[[], None]:
+        params, grads, buffers = ([torch.zeros(n, device=device) for n in sizes] for _ in range(3))
+        lr, settings = torch.zeros((), device=device), LARSSettings()
+        fill(lr, 0.0)
+        return lambda: lars_auto(params, grads, buffers, lr, settings)
+
+    return Trial(sizes, partial(lars_kernel.prove, sizes=sizes), work)
 
 
 def apex(config: Config, arithmetic: Arithmetic) -> Trial:
     """Try apex's kernels in the place of lars.cu."""
-    sizes = lars(config, arithmetic).shapes
-    work = partial(_lars_work, sizes=sizes, without="lars.cu")
+    sizes, _, of_lars = lars(config, arithmetic)
+
+    def work(device: torch.device) -> Callable[[], None]:
+        switches.switch("lars.cu", device, "another implementation is timed")
+        assert of_lars is not None
+        return of_lars(device)
+
     return Trial(sizes, partial(lars_kernel.prove_apex, sizes=sizes), work)
-
-
-def _lars_work(device: torch.device, sizes: list[int], without: str = "") -> Callable[[], None]:
-    params, grads, buffers = ([torch.zeros(n, device=device) for n in sizes] for _ in range(3))
-    lr, settings = torch.zeros((), device=device), LARSSettings()
-    fill(lr, 0.0)
-    if without:
-        switches.switch(without, device, "another implementation is timed")
-    return lambda: lars_auto(params, grads, buffers, lr, settings)
 
 
 def contrast_rows(config: Config, arithmetic: Arithmetic) -> Trial:
     """Try contrast.cu on rows with as many keys as each loss has."""
     a = arithmetic
     keys = [n for n in (a.views * a.global_unlabeled, a.global_labeled) if n >= 37]
-    proof = partial(contrast_kernel.prove, twin=contrast.row_pass, keys=keys)
-    return Trial(keys, proof, partial(_contrast_work, keys=keys))
 
+    def work(device: torch.device) -> Callable[[], None]:
+        # A batch can have fewer keys than a chunk has anchors.
+        anchors = [min(contrast.ROWS_PER_CHUNK_ON_CUDA, n) for n in keys]
+        given = [
+            (torch.arange(n, device=device) // 2, torch.zeros(rows, n, device=device))
+            for rows, n in zip(anchors, keys)
+        ]
 
-def _contrast_work(device: torch.device, keys: list[int]) -> Callable[[], None]:
-    # A batch can have fewer keys than a chunk has anchors.
-    anchors = [min(contrast.ROWS_PER_CHUNK_ON_CUDA, n) for n in keys]
-    given = [
-        (torch.arange(n, device=device) // 2, torch.zeros(rows, n, device=device))
-        for rows, n in zip(anchors, keys)
-    ]
+        def passes() -> None:
+            for ids, logits in given:
+                contrast.row_pass_for(logits)(ids, False)(logits, 0, logits.new_ones(len(logits)))
 
-    def work() -> None:
-        for ids, logits in given:
-            contrast.row_pass_for(logits)(ids, False)(logits, 0, logits.new_ones(len(logits)))
+        return passes
 
-    return work
+    return Trial(keys, partial(contrast_kernel.prove, twin=contrast.row_pass, keys=keys), work)
 
 
 def norm(config: Config, arithmetic: Arithmetic) -> Trial:
     """Try norm.cu on the activations of every BatchNorm, in the run's precision."""
     m, shapes, dtype = config.model, norm_shapes(config, arithmetic), PRECISIONS[config.meta.precision]
+    fused, shared = m.fused_batchnorm is not False, m.sync_batchnorm and arithmetic.world_size > 1
+
+    def work(device: torch.device) -> Callable[[], None]:
+        norms = [FusedNorm(shape[1]).to(device) for shape in shapes]
+
+        def layers() -> None:
+            for module, (count, channels, *size) in zip(norms, shapes):
+                module.relu, module.shared = True, shared
+                pixels = torch.zeros(count, *size, channels, device=device, dtype=dtype)
+                x = pixels.movedim(-1, 1).requires_grad_()
+                # In this process there is one rank, and a run of several has other operators.
+                over_ranks = shared and not (fused and module.kernels_take(x))
+                y = F.relu(module.over_ranks(x)) if over_ranks else module(x)
+                y.backward(torch.zeros_like(y))
+
+        return layers
+
     proof = partial(norm_kernel.prove, shapes=shapes, dtypes=[dtype])
-    modes = {
-        "fused": m.fused_batchnorm is not False,
-        "shared": m.sync_batchnorm and arithmetic.world_size > 1,
-    }
-    work = partial(_norm_work, shapes=shapes, dtype=dtype, **modes)
-    return Trial([str(dtype), modes, shapes], proof, work)
-
-
-def _norm_work(
-    device: torch.device, shapes: list[tuple[int, ...]], dtype: torch.dtype, *, fused: bool, shared: bool
-) -> Callable[[], None]:
-    norms = [FusedNorm(shape[1]).to(device) for shape in shapes]
-
-    def work() -> None:
-        for module, (count, channels, *size) in zip(norms, shapes):
-            module.relu, module.shared = True, shared
-            pixels = torch.zeros(count, *size, channels, device=device, dtype=dtype)
-            x = pixels.movedim(-1, 1).requires_grad_()
-            # In this process there is one rank, and a run of several has other operators.
-            over_ranks = shared and not (fused and module.kernels_take(x))
-            y = F.relu(module.over_ranks(x)) if over_ranks else module(x)
-            y.backward(torch.zeros_like(y))
-
-    return work
+    return Trial([str(dtype), {"fused": fused, "shared": shared}, shapes], proof, work)
 
 
 def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]:
