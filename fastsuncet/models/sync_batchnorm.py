@@ -8,7 +8,7 @@ same running statistics on every rank. The host reads no value of a tensor, so i
 
 An all-reduce gives every rank the same bits, with gloo and with NCCL; DDP's weights rely on that too. A gather of all
 ranks' statistics would be a ring with as many hops as ranks (docs/scaling.md). Where the kernels of norm_kernel.py run,
-they do all of it; else `PlainPasses` or `CudaPasses` makes the four passes over the activations.
+they do all of it; else four passes over the activations by operators of torch.
 
 Gradients: a rank's backward pass gives its inputs and parameters their share of the gradient of the SUM over
 ranks of the losses. DDP's mean over ranks then makes it, for the parameters, the gradient of the mean loss: that
@@ -140,7 +140,10 @@ def normalize_over_ranks(norms: Sequence[RankBatchNorm], inputs: Sequence[Tensor
     """Normalize each input (N, C, ...) by its layer and operators of torch's: one message for all of them each way."""
     with torch.no_grad():
         own = [
-            sums_of(x.numel() // x.shape[1], *passes_for(x, norm.weight, norm.bias).moments(x, norm.eps))
+            sums_of(
+                x.numel() // x.shape[1],
+                *moments(x, norm.eps, takes_cuda_operators(x, norm.weight, norm.bias)),
+            )
             for norm, x in zip(norms, inputs)
         ]
         given: list = []
@@ -165,14 +168,13 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *given):
-        ctx.passes, kept, outputs = [], [], []
+        ctx.by_cuda, kept, outputs = [], [], []
         for x, weight, bias, total, mean, inverse, eps in batched(given, 7):
-            passes = passes_for(x, weight, bias)
-            ctx.passes.append(passes)
+            ctx.by_cuda.append(takes_cuda_operators(x, weight, bias))
             # Keep the input in its own dtype, which the convolution before keeps too: standardized rows in float32
             # would double or triple what a bfloat16 network keeps for its backward pass.
             kept += [x, weight, total, mean, inverse]
-            outputs.append(passes.normalize(x, weight, bias, mean, inverse, eps))
+            outputs.append(normalize(x, weight, bias, mean, inverse, eps, ctx.by_cuda[-1]))
         ctx.save_for_backward(*kept)
         return tuple(outputs)
 
@@ -180,17 +182,17 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients: Tensor):
         saved, own, others = list(batched(ctx.saved_tensors, 5)), [], []
-        for passes, (x, weight, _, mean, inverse), gradient in zip(ctx.passes, saved, gradients):
-            sums = passes.sums(gradient, x, mean, inverse, weight)
+        for by_cuda, (x, weight, _, mean, inverse), dy in zip(ctx.by_cuda, saved, gradients):
+            sums = gradient_sums(dy, x, mean, inverse, weight, by_cuda)
             # Of standardized rows, as ranks send them that run the kernels of norm_kernel.py.
             sums[:, 1].mul_(inverse)
             own.append(sums[0])
             others.append(sums[1].view(-1))
         found = []
-        for passes, (x, weight, total, mean, inverse), gradient, sums, all_sums in zip(
-            ctx.passes, saved, gradients, own, _sum_together(others)
+        for by_cuda, (x, weight, total, mean, inverse), dy, sums, all_sums in zip(
+            ctx.by_cuda, saved, gradients, own, _sum_together(others)
         ):
-            d_x = passes.gradient(gradient, x, mean, inverse, weight, all_sums.view(2, -1) / total)
+            d_x = gradient(dy, x, mean, inverse, weight, all_sums.view(2, -1) / total, by_cuda)
             d_bias, d_weight = sums.to(weight.dtype)
             found += [d_x, d_weight, d_bias, *[None] * 4]
         return tuple(found)
@@ -202,98 +204,77 @@ def batched(values: Sequence, size: int) -> Iterator[Sequence]:
         yield values[start : start + size]
 
 
-class PlainPasses:
-    """The four passes over a rank's own activations x (N, C, ...), on any device: the oracle of `CudaPasses`.
-
-    Forward: moments, then normalize. Backward: sums, then gradient, of dy. No autograd in any of them. Numbers of
-    channels are (C,), float32. About five reads or writes of the activations per pass, some in float32.
-    """
-
-    @staticmethod
-    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return mean and variance (no correction) of each channel, at least float32."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        variance, mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
-        return mean, variance
-
-    @staticmethod
-    def normalize(
-        x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float
-    ) -> Tensor:
-        """Return (x - mean) * inverse * weight + bias, where `inverse` is 1 / sqrt(variance + eps).
-
-        Shape, dtype and layout are those of x.
-        """
-        y = (x - _per_channel(mean, x)).mul_(_per_channel(inverse * weight, x))
-        return y.add_(_per_channel(bias, x)).to(x.dtype)
-
-    @staticmethod
-    def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
-        """Return (2, 2, C): the sums of dy and of dy * (x - mean), twice: for this rank, and to add up over ranks."""
-        dims, dy = _all_but_channels(x), dy.to(mean.dtype)
-        sums = dy.sum(dims), (dy * (x - _per_channel(mean, x))).sum(dims)
-        return torch.stack(sums * 2).view(2, 2, -1)
-
-    @staticmethod
-    def gradient(
-        dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, means: Tensor
-    ) -> Tensor:
-        """Return (dy - means[0] - (x - mean) * inverse * means[1]) * weight * inverse, in x's dtype and layout.
-
-        `means` (2, C), over the rows of all ranks: of dy, and of dy * (x - mean) * inverse.
-        """
-        centered = (x - _per_channel(mean, x)).mul_(_per_channel(means[1] * inverse, x))
-        d_x = (dy.to(mean.dtype) - _per_channel(means[0], x)).sub_(centered)
-        return d_x.mul_(_per_channel(inverse * weight, x)).to(x.dtype)
+# The four passes over a rank's own activations x (N, C, ...): moments and normalize forward, gradient_sums and gradient
+# of dy backward. Numbers of channels are (C,), float32. None has autograd. `by_cuda`: by the CUDA operators of
+# torch.nn.SyncBatchNorm, which read every activation once and write it once, in its own dtype: 2 + 4 + 4 + 6 bytes per
+# activation in 16 bits. That module also masks out empty ranks, for which the host has to wait; here that is left out.
+# Else by operators of any device, their oracle: about five reads or writes of the activations, some in float32.
 
 
-class CudaPasses(PlainPasses):
-    """The same passes by the CUDA operators of `torch.nn.SyncBatchNorm`, for 32 bits or fewer and float32 weights.
+def takes_cuda_operators(x: Tensor, weight: Tensor, bias: Tensor) -> bool:
+    """Return whether the CUDA operators take these tensors: 32 bits or fewer, with float32 weights."""
+    single = weight.dtype == bias.dtype == torch.float32
+    # The operators have no rule for shapes: torch.compile would leave each of them as a call of its own.
+    traced = torch.compiler.is_compiling()
+    return x.is_cuda and not traced and single and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
-    They read every activation once and write it once, in its own dtype: 2 + 4 + 4 + 6 bytes per activation in 16 bits.
-    That module also masks out empty ranks, for which the host has to wait; here that is left out.
-    """
 
-    @staticmethod
-    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, eps: float, by_cuda: bool) -> tuple[Tensor, Tensor]:
+    """Return mean and variance (no correction) of each channel, at least float32."""
+    if by_cuda:
         # The operator gives 1 / sqrt(variance + eps); without eps a variance of 0 would give infinity.
         mean, inverse = torch.batch_norm_stats(_dense(x), eps)
         return mean, (inverse.square().reciprocal() - eps).clamp_(min=0)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    variance, mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
+    return mean, variance
 
-    @staticmethod
-    def normalize(
-        x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float
-    ) -> Tensor:
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float, by_cuda: bool
+) -> Tensor:
+    """Return (x - mean) * inverse * weight + bias, where `inverse` is 1 / sqrt(variance + eps).
+
+    Shape, dtype and layout are those of x.
+    """
+    if by_cuda:
         return torch.batch_norm_elemt(_dense(x), weight, bias, mean, inverse, eps)
+    y = (x - _per_channel(mean, x)).mul_(_per_channel(inverse * weight, x))
+    return y.add_(_per_channel(bias, x)).to(x.dtype)
 
-    @staticmethod
-    def sums(dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor) -> Tensor:
+
+def gradient_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, by_cuda: bool
+) -> Tensor:
+    """Return (2, 2, C): the sums of dy and of dy * (x - mean), twice: for this rank, and to add up over ranks."""
+    if by_cuda:
         x = _dense(x)
         # Only the sums: the gradients of weight and bias follow from them at no cost.
         outputs = (True, False, False)
-        sums = torch.batch_norm_backward_reduce(_like(dy, x), x, mean, inverse, weight, *outputs)
-        return torch.stack(sums[:2] * 2).view(2, 2, -1)
+        sums = torch.batch_norm_backward_reduce(_like(dy, x), x, mean, inverse, weight, *outputs)[:2]
+    else:
+        dims, dy = _all_but_channels(x), dy.to(mean.dtype)
+        sums = dy.sum(dims), (dy * (x - _per_channel(mean, x))).sum(dims)
+    return torch.stack(sums * 2).view(2, 2, -1)
 
-    @staticmethod
-    def gradient(
-        dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, means: Tensor
-    ) -> Tensor:
+
+def gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, means: Tensor, by_cuda: bool
+) -> Tensor:
+    """Return (dy - means[0] - (x - mean) * inverse * means[1]) * weight * inverse, in x's dtype and layout.
+
+    `means` (2, C), over the rows of all ranks: of dy, and of dy * (x - mean) * inverse.
+    """
+    if by_cuda:
         x = _dense(x)
         # The operator divides by counts, an int32 for each rank. `means` are divided already, and one count of
         # 334 ranks' first layer at 512 views would overflow.
         one = torch.ones(1, dtype=torch.int32, device=x.device)
         shift, slope = means[0], means[1] / inverse
         return torch.batch_norm_backward_elemt(_like(dy, x), x, mean, inverse, weight, shift, slope, one)
-
-
-def passes_for(x: Tensor, weight: Tensor, bias: Tensor) -> type[PlainPasses]:
-    """Return the fastest passes that take these tensors."""
-    single = weight.dtype == bias.dtype == torch.float32
-    # The operators have no rule for shapes: torch.compile would leave each of them as a call of its own.
-    traced = torch.compiler.is_compiling()
-    if x.is_cuda and not traced and single and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return CudaPasses
-    return PlainPasses
+    centered = (x - _per_channel(mean, x)).mul_(_per_channel(means[1] * inverse, x))
+    d_x = (dy.to(mean.dtype) - _per_channel(means[0], x)).sub_(centered)
+    return d_x.mul_(_per_channel(inverse * weight, x)).to(x.dtype)
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

@@ -1,12 +1,14 @@
 """The passes of BatchNorm by torch's CUDA operators: their arithmetic on a CPU, the operators themselves on a GPU."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastsuncet.models import norm_kernel, sync_batchnorm
-from fastsuncet.models.sync_batchnorm import CudaPasses, PlainPasses, RankBatchNorm, passes_for
+from fastsuncet.models.sync_batchnorm import RankBatchNorm, moments, takes_cuda_operators
 from tests.support.host_kernels import on_the_host
 from tools.bench.dispatch_counter import Counter
 
@@ -54,25 +56,17 @@ def operators(monkeypatch):
                 return operator(*arguments)
 
         monkeypatch.setattr(torch, f"batch_norm_{name}", counted)
-    monkeypatch.setattr(sync_batchnorm, "passes_for", lambda *_: CudaPasses)
+    monkeypatch.setattr(sync_batchnorm, "takes_cuda_operators", lambda *_: True)
     return launched
 
 
-def passed(layer, x, dy, *, count=True):
-    """Return y, mean, inverse and the gradients of x, weight and bias; `count`: read the number of rows."""
+def passed(layer, x, dy):
+    """Return y, the gradients of x, weight and bias, and the running statistics."""
+    layer = RankBatchNorm.take_over(copy.deepcopy(layer))
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    weight, bias = layer.weight, layer.bias
-    layer = RankBatchNorm.take_over(layer)
-    rows, passes = x.numel() // x.shape[1], sync_batchnorm.passes_for(x, weight, bias)
-    with torch.no_grad():
-        own = sync_batchnorm.sums_of(rows, *passes.moments(x, layer.eps))
-        total, mean, inverse = layer.statistics_of(x, own)
-    assert not count or total.item() == rows
-    (y,) = sync_batchnorm._Normalize.apply(x, weight, bias, total, mean, inverse, layer.eps)
+    (y,) = sync_batchnorm.normalize_over_ranks((layer,), (x,))
     y.backward(dy)
-    kept = [y.detach(), mean, inverse, x.grad, weight.grad, bias.grad]
-    weight.grad = bias.grad = None
-    return kept
+    return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad, layer.running_mean, layer.running_var]
 
 
 CASES = [
@@ -97,10 +91,10 @@ def example(shape, layout, dtype=torch.float32, device="cpu"):
 def test_cuda_passes_equal_the_plain_ones(shape, layout, operators, monkeypatch):
     layer, x, dy = example(shape, layout)
     found = passed(layer, x, dy)
-    monkeypatch.setattr(sync_batchnorm, "passes_for", lambda *_: PlainPasses)
+    monkeypatch.setattr(sync_batchnorm, "takes_cuda_operators", lambda *_: False)
     for ours, plain in zip(found, passed(layer, x, dy), strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-5, atol=2e-5)
-    assert found[0].stride() == x.stride() == found[3].stride()
+    assert found[0].stride() == x.stride() == found[1].stride()
 
 
 @pytest.mark.slow
@@ -124,22 +118,22 @@ def test_batchnorm_over_ranks_takes_few_launches(operators, monkeypatch, kernels
 
 def test_cuda_passes_give_a_constant_channel_no_variance(operators):
     x = torch.full((4, 3, 2, 2), 5.0)
-    mean, variance = CudaPasses.moments(x, 1e-5)
+    mean, variance = moments(x, 1e-5, True)
     assert torch.equal(mean, torch.full((3,), 5.0))
     assert torch.all((variance >= 0) & (variance < 1e-11))
 
 
 def test_cuda_passes_are_for_a_gpu_and_float32_weights():
     x, single = torch.zeros(2, 3, 1, 1), [torch.ones(3)] * 2
-    assert passes_for(x, *single) is PlainPasses
+    assert not takes_cuda_operators(x, *single)
 
     class OnGPU:
         is_cuda, dtype = True, torch.bfloat16
 
-    assert passes_for(OnGPU(), *single) is CudaPasses
-    assert passes_for(OnGPU(), torch.ones(3).double(), single[0]) is PlainPasses
+    assert takes_cuda_operators(OnGPU(), *single)
+    assert not takes_cuda_operators(OnGPU(), torch.ones(3).double(), single[0])
     OnGPU.dtype = torch.float64
-    assert passes_for(OnGPU(), *single) is PlainPasses
+    assert not takes_cuda_operators(OnGPU(), *single)
 
 
 @pytest.mark.gpu
@@ -147,16 +141,13 @@ def test_cuda_passes_are_for_a_gpu_and_float32_weights():
 @pytest.mark.parametrize(("shape", "layout"), CASES)
 def test_cuda_passes_on_a_gpu_equal_the_plain_ones_without_a_sync(shape, layout, dtype, monkeypatch):
     layer, x, dy = example(shape, layout, dtype, GPU)
-    assert passes_for(x, layer.weight, layer.bias) is CudaPasses
-    x = x.requires_grad_()
+    assert takes_cuda_operators(x, layer.weight, layer.bias)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        passed(layer, x, dy, count=False)
+        found = passed(layer, x, dy)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    layer.zero_grad()
-    found = passed(layer, x, dy)
-    monkeypatch.setattr(sync_batchnorm, "passes_for", lambda *_: PlainPasses)
+    monkeypatch.setattr(sync_batchnorm, "takes_cuda_operators", lambda *_: False)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     for ours, plain in zip(found, passed(layer, x, dy), strict=True):
         scale = plain.abs().max().float().item() + 1
