@@ -13,10 +13,9 @@ from fastsuncet.config import Config
 from fastsuncet.distributed.place import Place
 from fastsuncet.models.fused_batchnorm import FusedBlock, fuse
 from fastsuncet.training.step import build, build_model, train_step
-from tests.support.methods import METHODS
+from tests.support.methods import CPU, METHODS, batch_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import small_config
-from tests.support.steps import batch_of
 
 RANKS, IMAGES, LABELED, CLASSES = 2, 4, 6, 10
 # gloo reduces whole what NCCL scatters.
@@ -94,7 +93,7 @@ def record_a_step(rank: int, world_size: int, folder: str) -> dict[str, dict]:
     seen = {}
     for case, overrides in CASES.items():
         config = small_config(Path(folder), *overrides)
-        place = Place(rank, world_size, torch.device("cpu"))
+        place = Place(rank, world_size, CPU)
         _, network, optimizer, method = build(config, place, CLASSES, range(1, CLASSES + 1))
         batch = batch_of(config, LABELED, IMAGES, seed=rank)
         train_step(network, optimizer, batch, 0.1, method)

@@ -11,8 +11,7 @@ from fastsuncet.distributed.ddp import parallel, require_compiler
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.training.step import build
-from tests.support.methods import config_of
-from tests.support.steps import CPU
+from tests.support.methods import CPU, config_of
 
 
 @pytest.fixture

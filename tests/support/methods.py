@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.schema import ContrastsLabels
+from fastsuncet.data.paired_stream import Batch
 from fastsuncet.data.paired_stream import views as shown_views
 from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import synchronize
@@ -44,6 +45,7 @@ METHODS = {
 U, CLASSES, PER_CLASS = 4, 3, 4  # images over all ranks
 PER_CLASS_IN_ALL = torch.tensor([4.0, 1.0, 5.0], dtype=torch.float64)  # labeled images of the data set
 TAU = 0.2
+CPU = torch.device("cpu")
 
 
 def config_of(method: str, *overrides: str) -> Config:
@@ -56,6 +58,14 @@ def small(folder, method: str, *overrides: str) -> Config:
     if LABELS_ALONE[0] in options:
         options = [*options, "optimization.warmup=0"]
     return tiny_config(folder, *options, *overrides)
+
+
+def batch_of(config: Config, labeled: int, images: int = 6, seed: int = 0) -> Batch:
+    """Return a made-up batch for a step."""
+    draw, size = torch.Generator().manual_seed(seed), config.data.augmentation.size
+    shown = tuple(torch.rand(images, 3, v.size, v.size, generator=draw) for v in shown_views(config))
+    rows = torch.rand(labeled, 3, size, size, generator=draw)
+    return Batch(0, shown, rows, torch.arange(labeled) // 2)
 
 
 def images(config: Config) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

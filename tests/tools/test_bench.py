@@ -1,8 +1,14 @@
-"""Every case of the benchmarks compares equals, and reports what it measured."""
+"""Turns, ratios, counts and reports of the benchmarks; every case compares equals; every tool's --help."""
 
+import multiprocessing
+import queue
 import re
 import sys
+import threading
+import time
 from datetime import date
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +19,134 @@ from fastsuncet.errors import FastSuncetError
 from fastsuncet.optim import lars_kernel
 from fastsuncet.tuning.paths import PATHS, VIEW
 from pipelines import cuda_compiler
+from pipelines.data_errors import DataError
 from tests.support.host_kernels import on_the_host
 from tests.support.pictures import write_pictures
+from tests.support.ranks import run_code
 from tools.bench import contrast, harness, lars, peers, pixels, run, step
+from tools.bench.dispatch_counter import Counter
+from tools.bench.harness import ratios, show_target, time_in_turns
 
-pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = [p for p in sorted(ROOT.glob("tools/**/*.py")) if "__main__" in p.read_text(encoding="utf-8")]
+CASES = [[str(Path(run.__file__)), case] for case in run.CASES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [*([str(script)] for script in SCRIPTS), *CASES], ids=lambda words: words[-1]
+)
+def test_every_tool_and_case_answers_help_in_any_folder(words, tmp_path):
+    code = f"import runpy, sys; sys.argv = {[*words, '--help']}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    exit_code, printed = run_code(code, tmp_path, tmp_path)
+    assert exit_code == 0 and "usage:" in printed, printed
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """CUDA events on a clock that only work moves forward, in milliseconds."""
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at, self.waited = clock[0], False
+
+        def synchronize(self):
+            self.waited = True
+
+        def elapsed_time(self, end):
+            assert end.waited, "read before the device came to the second event"
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return clock
+
+
+def test_time_in_turns_rotates_and_does_not_count_the_warmup(events, monkeypatch):
+    calls = []
+    monkeypatch.setattr(harness, "settle", lambda: calls.append("."))
+
+    def work(name):
+        calls.append(name)
+        events[0] += 100.0 if calls.count(name) <= 2 else 1.0
+
+    contenders = {name: lambda name=name: work(name) for name in "abc"}
+    measure = partial(harness.seconds_of, device="cuda")
+    found = time_in_turns(contenders, measure, rounds=3, discarded={"b": 1})
+    assert "".join(calls) == "aabbcc" + ".a.bb.c" + ".bb.c.a" + ".c.a.bb"
+    assert found == {name: pytest.approx([1e-3] * 3) for name in "abc"}
+    assert harness.seconds_of(contenders["a"], "cuda", 20) == pytest.approx(1e-3)
+
+
+def test_ratios_are_taken_within_each_round():
+    assert ratios([2, 9, 4], [1, 3, 4]) == [2, 3, 1]
+
+
+def test_target_is_met_by_the_median_in_the_direction_asked(capsys):
+    show_target("x", [4, 6, 7], 5, at_least=True)
+    show_target("x", [4, 6, 7], 5, at_least=False)
+    first, second = capsys.readouterr().out.split("\n\n", 1)
+    assert first == "met: x: 6 (4-7), target at least 5"
+    assert second == "MISSED: x: 6 (4-7), target at most 5\n\n"
+
+
+def test_counter_counts_waits_views_and_bytes():
+    x, mask = torch.ones(1000), torch.ones(1000, dtype=torch.bool)
+    with Counter() as counter:
+        x.view(10, 100).add_(1)  # reads 4,000 bytes and writes 4,000; the view is free
+    assert (counter.operators, counter.waits, counter.moved, counter.peak) == (1, 0, 8000, 0)
+    with Counter() as counter:
+        y = x + x  # 8,000 read, 4,000 written and kept
+        del y
+    assert (counter.operators, counter.moved, counter.peak, counter.now) == (1, 12000, 4000, 0)
+    for question in (lambda: x.sum().item(), lambda: x[mask], lambda: bool(x[0] > 0), lambda: x.nonzero()):
+        with Counter() as counter:
+            question()
+        assert counter.waits == 1
+
+
+def test_batches_prepared_before_a_turn_are_not_counted(monkeypatch):
+    """A source needs 10 ms a batch and keeps up to 4 ready."""
+    monkeypatch.setattr(harness, "settle", lambda: time.sleep(0.05))
+    ready: queue.Queue[None] = queue.Queue(maxsize=4)
+
+    def prepare():
+        while True:
+            time.sleep(0.01)
+            ready.put(None)
+
+    threading.Thread(target=prepare, daemon=True).start()
+    wall, cpu = harness.wall_and_cpu_in_turns({"a": ready.get, "b": lambda: None}, 12, rounds=3, discarded=6)
+    assert min(wall["a"]) > 0.115 > max(wall["b"]) and cpu["a"]
+
+
+def test_cpu_time_is_that_of_workers_too_and_a_turn_waits_until_they_rest():
+    """A worker computes for half a second: that belongs to no turn."""
+    worker = multiprocessing.get_context("fork").Process(target=_compute, daemon=True)
+    before = harness.cpu_seconds()
+    worker.start()
+    (turn,) = time_in_turns({"a": lambda: None}, lambda _: harness.cpu_seconds(), 1, discarded={"a": 1})["a"]
+    assert turn - before > 0.4
+    worker.kill()
+
+
+def _compute() -> None:
+    while time.process_time() < 0.5:
+        pass
+    time.sleep(60)
+
+
+def test_run_prints_an_error_as_one_line_with_its_exit_code(capsys):
+    def wrong() -> int:
+        raise DataError("no data folder nowhere")
+
+    for main, code in ((lambda: 1, 1), (wrong, 3)):
+        with pytest.raises(SystemExit, match=f"^{code}$"):
+            harness.run(main)
+    assert capsys.readouterr().err == "error: no data folder nowhere\n"
 
 
 @pytest.fixture
@@ -45,13 +174,7 @@ def median_of(cell: str) -> float:
     return float(cell.split(" (")[0].replace(",", ""))
 
 
-@pytest.mark.parametrize("case", run.CASES)
-def test_case_has_a_help(case, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        run.main([case, "--help"])
-    assert f" {case} [-h]" in (said := capsys.readouterr().out) and "--quick" in said
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", contrast.DENSE)
 def test_contrast_authors_form_has_our_value_and_gradient(loss):
     results = []
@@ -63,6 +186,7 @@ def test_contrast_authors_form_has_our_value_and_gradient(loss):
     assert results[0][1].norm() > 0.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [lars.TIMM, lars.KERNEL])
 def test_lars_contender_takes_the_steps_of_foreach(name):
     def after_three_steps(contender):
@@ -86,6 +210,7 @@ def test_dense_nt_xent_is_our_loss():
     torch.testing.assert_close(step.dense_nt_xent(*z.chunk(2), 0.2), nt_xent(z, 0.2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blur", pixels.TARGETS)
 @pytest.mark.parametrize("engine", pixels.DATA_LOADERS)
 def test_data_loader_gives_two_different_views_in_0_to_1(engine, blur, tmp_path):
@@ -98,6 +223,7 @@ def test_data_loader_gives_two_different_views_in_0_to_1(engine, blur, tmp_path)
     assert not torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_contrast_reports_time_memory_operators_and_waits(rows_of):
     rows, _ = rows_of("contrast")
     assert [row[""] for row in rows] == [contrast.OURS, contrast.AUTHORS] * len(contrast.DENSE)
@@ -106,6 +232,7 @@ def test_contrast_reports_time_memory_operators_and_waits(rows_of):
     assert float(rows[1]["memory, MB"]) > 4 * float(rows[0]["memory, MB"])
 
 
+@pytest.mark.slow
 def test_lars_reports_time_operators_waits_and_bytes(rows_of):
     found, text = rows_of("lars", "--device", "cpu")
     ours, timm, _ = found
@@ -116,6 +243,7 @@ def test_lars_reports_time_operators_waits_and_bytes(rows_of):
     assert re.search(r"^(met|MISSED): time of timm's Lars, times ours: .*, target at least 1$", text, re.M)
 
 
+@pytest.mark.slow
 def test_step_reports_speed_operators_and_waits(rows_of, monkeypatch):
     """Of one network and one stream for each settings: two graphs and the plain step would not fit a card."""
     build, built, read, steps = step.build, [], step.PairedStream.__call__, {}
@@ -139,6 +267,7 @@ def test_step_reports_speed_operators_and_waits(rows_of, monkeypatch):
     assert rows.keys() - {step.PLAIN} == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [None, "no compiler"])
 def test_step_on_a_gpu_is_that_of_a_run_whose_trials_pass(monkeypatch, missing):
     monkeypatch.setitem(PATHS, VIEW, PATHS[VIEW]._replace(missing=lambda: missing))
@@ -150,6 +279,7 @@ def test_step_on_a_gpu_is_that_of_a_run_whose_trials_pass(monkeypatch, missing):
     assert bench.batch is (missing is None) and bench.config.model.fused_batchnorm is True
 
 
+@pytest.mark.slow
 def test_pixels_reports_speed_and_cpu_time_against_the_peer(rows_of):
     (peer, ours), text = rows_of("pixels")
     assert peer["x peer, wall"] == "" and median_of(ours["x peer, wall"]) > 0
@@ -157,6 +287,7 @@ def test_pixels_reports_speed_and_cpu_time_against_the_peer(rows_of):
     assert "8 files" in text and "images/s over DataLoader, v2 on tensors, blur 23" in text
 
 
+@pytest.mark.slow
 def test_peers_trains_ours_on_any_tree_and_needs_lightly_for_the_rest(tmp_path, monkeypatch):
     write_pictures(tmp_path, 8, side=40)
     config = peers.config_of(str(tmp_path), 32, "resnet_tiny", 4)

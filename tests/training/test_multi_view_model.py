@@ -16,10 +16,18 @@ from fastsuncet.models.flops import update_macs
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import MultiViewModel, Outputs, PiecewiseModel
 from fastsuncet.training.step import build, in_float32
-from tests.support.methods import METHODS, config_of, images, loss_and_gradients, network, small
+from tests.support.methods import (
+    CPU,
+    METHODS,
+    batch_of,
+    config_of,
+    images,
+    loss_and_gradients,
+    network,
+    small,
+)
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_to_the_bit
-from tests.support.steps import CPU, batch_of
 
 MIXED = "SimCLR + SuNCEt"
 Module = TypeVar("Module", bound=nn.Module)

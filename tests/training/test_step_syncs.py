@@ -17,11 +17,10 @@ from fastsuncet.evaluation.finetuning.fit import FineTuningStream
 from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.training import methods
 from fastsuncet.training.step import build, in_float32, train_step
-from tests.support.methods import METHODS, small
+from tests.support.methods import CPU, METHODS, batch_of, small
 from tests.support.networks import one_block
 from tests.support.ranks import run_ranks
 from tests.support.runs import assert_equal_to_the_bit
-from tests.support.steps import CPU, S, U, batch_of
 from tools.bench.dispatch_counter import Counter
 
 
@@ -36,7 +35,7 @@ class RankCounter(Counter):
 
 
 def counted(
-    config: Config, labeled: int = S, images: int = U, place: Place | None = None, counts=Counter
+    config: Config, labeled: int = 8, images: int = 6, place: Place | None = None, counts=Counter
 ) -> Counter:
     """Return what the third step of a run does: the first ones create momentum and, on several ranks, buckets."""
     _, network, optimizer, method = build(config, place or Place(0, 1, CPU), 10, range(1, 11))
@@ -51,7 +50,7 @@ def counted(
 
 
 # test_fake_cuda.py has every method without pieces: a fake tensor has no value to wait for.
-@pytest.mark.parametrize("labeled", [S, 0])  # with supervision and after the switch-off
+@pytest.mark.parametrize("labeled", [8, 0])  # with supervision and after the switch-off
 def test_step_in_pieces_does_not_wait(tmp_path, labeled):
     config = small(tmp_path, "SwAV + SuNCEt", "meta.precision=fp16", "criterion.micro_batch=20")
     assert counted(config, labeled).waits == 0
@@ -107,7 +106,7 @@ def test_step_returns_each_loss_gradient_norm_and_changes_no_bit(tmp_path, monke
     """The norms are those of each loss alone, and the weights those of a step that does not watch."""
     one_block(monkeypatch)
     config = small(tmp_path, method, f"meta.precision={precision}")
-    batch = batch_of(config, S if config.criterion.supervised else 0)
+    batch = batch_of(config, 8 if config.criterion.supervised else 0)
     ours, network, optimizer, method = build(config, Place(0, 1, CPU), 10, range(1, 11))
     values = train_step(network, optimizer, batch, 0.1, method)
 
