@@ -1,17 +1,21 @@
-"""The command line as a process, in a folder with packages of our names, and from a wheel, which is complete."""
+"""The command line as a process, in a folder with packages of our names, and from a wheel, which is complete.
+
+Versions are looked up without an import.
+"""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from fastsuncet import cli
+from fastsuncet import cli, versions
 from fastsuncet.config.shipped import shipped
 from fastsuncet.paths import cli_command
 from tests.support.ranks import run_code
@@ -109,3 +113,23 @@ def test_threads_of_torch_give_way_unless_the_environment_says_how_they_wait(tmp
     monkeypatch.setattr(sys, "argv", ["fastsuncet", "version"])
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert cli.main() == 0 and "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_installed_is_a_version_or_none_and_imports_nothing():
+    before = set(sys.modules)
+    assert versions.installed("torch").startswith("2.")
+    assert versions.installed("no-such-package") is None
+    versions.installed("scikit-learn"), versions.dali()
+    assert not {name.split(".")[0] for name in set(sys.modules) - before} & {"sklearn", "nvidia"}
+
+
+def test_dali_is_found_in_either_build(monkeypatch):
+    def only_cuda130(package):
+        if package == "nvidia-dali-cuda130":
+            return "2.4.0"
+        raise metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(metadata, "version", only_cuda130)
+    assert versions.dali() == "2.4.0"
+    monkeypatch.setattr(versions, "DALI", ("no-such-package", "nor-this"))
+    assert versions.dali() is None
