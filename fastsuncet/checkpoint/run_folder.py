@@ -98,33 +98,23 @@ def lock_folder(folder: Path, place: Place) -> Iterator[bool]:
     """Make `folder` and lock it as long as this process lives; yield False on all ranks if another process has it."""
     with contextlib.ExitStack() as stack:
 
+        def remove_empty() -> None:  # of a run that was refused
+            with contextlib.suppress(OSError):  # also where it was moved or removed
+                if os.listdir(folder) == [LOCK] and atomic_files.lost_lock() is None:
+                    os.unlink(folder / LOCK)
+                    os.rmdir(folder)
+
         def lock() -> bool:
             with disk_errors(folder):
                 atomic_files.make_folder(folder)
                 held = stack.enter_context(atomic_files.exclusive(folder / LOCK))
                 if held:
-                    stack.callback(_remove_empty, folder)
+                    stack.callback(remove_empty)
                     holder = f"process {os.getpid()} on {socket.gethostname()}\n"
                     (folder / LOCK).write_text(holder, encoding="utf-8")
                 return held
 
         yield on_rank_0(place, lock)
-
-
-def _remove_empty(folder: Path) -> None:
-    """Remove a folder that has nothing but the lock file, which this process holds: its run was refused."""
-    with contextlib.suppress(OSError):  # also where it was moved or removed
-        if os.listdir(folder) == [LOCK] and atomic_files.lost_lock() is None:
-            os.unlink(folder / LOCK)
-            os.rmdir(folder)
-
-
-def _holder(folder: Path) -> str:
-    """Return ", process 12 on gpu003" for the process that locked `folder`, "" where it did not say so."""
-    with contextlib.suppress(OSError, ValueError):
-        found = re.match(r"process \d+ on [\w.-]+$", atomic_files.read_bytes(folder / LOCK, 512).decode())
-        return f", {found[0]}" if found else ""
-    return ""
 
 
 @contextlib.contextmanager
@@ -135,8 +125,13 @@ def exclusive_run_folder(folder: Path, place: Place) -> Iterator[None]:
     """
     with lock_folder(folder, place) as locked:
         if not locked:
+            holder = b""
+            with contextlib.suppress(OSError):
+                holder = atomic_files.read_bytes(folder / LOCK, 512)
+            found = re.match(rb"process \d+ on [\w.-]+$", holder)
+            who = f", {found[0].decode()}" if found else ""
             raise CheckpointError(
-                f"another process is running in {folder}{_holder(folder)}: stop it, or give this run another write_tag"
+                f"another process is running in {folder}{who}: stop it, or give this run another write_tag"
             )
         yield
 

@@ -54,9 +54,7 @@ def _number(name: str, default: int) -> int:
     """Return a launcher's variable. Raises ConfigError if it is not a number."""
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
-        raise ConfigError(
-            f"the environment variable {name} is {text!r}, not a number. torchrun and srun set it; otherwise unset it"
-        )
+        raise ConfigError(f"the environment variable {name} is {text!r}, not a number: correct or unset it")
     return int(text)
 
 
@@ -92,8 +90,7 @@ def first_host() -> str:
 def _slurm(name: str) -> str:
     if not os.environ.get(name):
         raise ConfigError(
-            f"the environment variable {name} is missing, and SLURM_PROCID is there. srun sets both; otherwise unset "
-            "SLURM_PROCID"
+            f"the environment variable {name} is missing. srun sets it; else unset SLURM_PROCID"
         )
     return os.environ[name]
 
@@ -205,29 +202,27 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
     set_torchrun_variables()
     rank, world_size, local_rank = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
     if rank >= world_size:
-        raise ConfigError(
-            f"the environment variable RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below"
-        )
+        raise ConfigError(f"RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below")
     place = Place(rank, world_size, pick_device(device, local_rank))
-    stream = contextlib.nullcontext()
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-        stream = torch.cuda.stream(work_stream(place.device))
-    with stream:
-        yield from _in_group(place, timeout)
-
-
-def _in_group(place: Place, timeout: int) -> Iterator[Place]:
-    """Yield `place` in the process group of its ranks, if there are several: the part of `join` that communicates."""
-    rank, world_size, cuda = place.rank, place.world_size, place.device.type == "cuda"
-    if world_size == 1 or dist.is_initialized():
+    with contextlib.ExitStack() as stack:
+        if place.on_gpu:
+            torch.cuda.set_device(place.device)
+            stack.enter_context(torch.cuda.stream(work_stream(place.device)))
+        if world_size > 1 and not dist.is_initialized():
+            stack.enter_context(_group(place, timeout))
         yield place
-        return
-    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        raise ConfigError(
-            f"WORLD_SIZE is {world_size}, but these environment variables are missing: {', '.join(missing)}. Start "
-            "with torchrun or srun, set them to the host and a free port of rank 0, or unset WORLD_SIZE for one process"
-        )
+
+
+@contextlib.contextmanager
+def _group(place: Place, timeout: int) -> Iterator[None]:
+    """Make the process group of several ranks, and destroy it at the end."""
+    rank, world_size, cuda = place.rank, place.world_size, place.on_gpu
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ConfigError(
+                f"WORLD_SIZE is {world_size}, and the environment variable {name} is missing: start with torchrun or "
+                "srun, or unset WORLD_SIZE for one process"
+            )
     if _number("MASTER_PORT", 0) > 65_535:
         raise ConfigError(f"MASTER_PORT is {os.environ['MASTER_PORT']}, and a port is at most 65535")
     others, where = counted(world_size - 1, "other rank"), "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
@@ -251,7 +246,7 @@ def _in_group(place: Place, timeout: int) -> Iterator[Place]:
             device_id=place.device if cuda else None,
         )
         notice.cancel()
-        yield place
+        yield
     except Preempted:
         dist.destroy_process_group()  # every rank leaves this way at the same time
         raise
@@ -275,13 +270,13 @@ def explain_error(error: BaseException) -> BaseException:
         )
     if "shared memory segment" in text:
         return ConfigError(
-            "NCCL has too little room in /dev/shm, of which a container has 64 MB by default: start it with "
-            "--shm-size=1g, or give its pod a volume in memory there"
+            "NCCL has too little room in /dev/shm: start the container with --shm-size=1g, or give its pod a volume in "
+            "memory there"
         )
     if "EADDRINUSE" in text:
         return ConfigError(
-            f"MASTER_PORT is {os.environ.get('MASTER_PORT')}, and another process on this machine uses that port: "
-            "another job, or one that has not ended yet. Set MASTER_PORT to a free port, the same for all ranks"
+            f"MASTER_PORT is {os.environ.get('MASTER_PORT')}, and another process on this machine uses that port. Set "
+            "it to a free one, the same for all ranks"
         )
     if re.search(r"[Tt]imed? ?out", text):
         what = "a rank did not come for longer than meta.timeout"

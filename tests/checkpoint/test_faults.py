@@ -117,7 +117,12 @@ def without_inodes(folder: Path, mount) -> None:
 
 
 FULL = ("No space left on device", "df -h", "as they were")
-TOO_SMALL = ("is 1.1 MB", "(2.1 MB) of free", "has 2.0 MB", "Free 0.1 MB", "logging.folder")
+TOO_SMALL = (
+    "is 1.1 MB",
+    "(2.1 MB) of free",
+    "has 2.0 MB",
+    "Free 0.1 MB (all checkpoints but the newest can go)",
+)
 DISKS = {  # options of the disk, what happens to it, words of the message, rows of the weights
     **{f"full but for {leave}": ("size=400k", filled(leave), FULL, 64) for leave in (0, 4096, 3 * 4096)},
     "no inodes": ("size=40m,nr_inodes=12", without_inodes, ("No space left on device", "df -i"), 64),

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.format import META, MODEL, STATE
+from fastsuncet.checkpoint.format import META, MODEL
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
-from tests.support.checkpoints import content, corrupt, newest, save, steps
+from tests.support.checkpoints import HARMS, content, newest, save, steps
 
 
 def test_load_newest_names_a_folder_that_is_gone(tmp_path):
@@ -37,12 +37,12 @@ def test_load_newest_names_each_damaged_one_and_stops_if_none_is_good(tmp_path):
     for step in range(1, 6):
         save(tmp_path, step)
     for step in (3, 4, 5):
-        corrupt(tmp_path / f"step_0000000{step}" / "train_state.pt", "truncated")
+        HARMS["truncated"](tmp_path / f"step_0000000{step}" / "train_state.pt")
     step, lines = newest(tmp_path)
     assert step == 2
     assert [f"step_0000000{n}" in line for n, line in zip((5, 4, 3, 2), lines)] == [True] * 4
-    corrupt(tmp_path / "step_00000001" / "model.safetensors", "flipped")
-    corrupt(tmp_path / "step_00000002" / "meta.json", "missing")
+    HARMS["flipped"](tmp_path / "step_00000001" / "model.safetensors")
+    HARMS["missing"](tmp_path / "step_00000002" / "meta.json")
     with pytest.raises(CheckpointError) as caught:
         newest(tmp_path)
     assert caught.value.exit_code == 5
@@ -60,7 +60,7 @@ def test_load_newest_names_each_damaged_one_and_stops_if_none_is_good(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        *("../elsewhere/step_00000002", "/etc", "step_00000002/../../elsewhere", "", "\0", "step_2"),
+        *("../elsewhere/step_00000002", "/etc", "", "\0", "step_2"),
         ".replaced-step_00000002",
     ],
     ids=repr,
@@ -85,7 +85,7 @@ def test_latest_decides_even_if_there_is_a_later_step(tmp_path):
     save(tmp_path, 2)
     (tmp_path / "latest").write_text("step_00000001\n")
     assert newest(tmp_path) == (1, [])
-    corrupt(tmp_path / "step_00000001" / "model.safetensors", "flipped")
+    HARMS["flipped"](tmp_path / "step_00000001" / "model.safetensors")
     assert newest(tmp_path)[0] == 2
 
 
@@ -107,7 +107,7 @@ def test_save_keeps_the_newest_and_does_not_count_a_damaged_one(tmp_path):
     for step in (0, 1, 2, 3):
         save(tmp_path, step, keep=3)
     assert steps(tmp_path) == [1, 2, 3]
-    corrupt(tmp_path / "step_00000003" / "model.safetensors", "flipped")
+    HARMS["flipped"](tmp_path / "step_00000003" / "model.safetensors")
     lines = []
     save(tmp_path, 4, keep=2, say=lines.append)
     assert steps(tmp_path) == [2, 3, 4]  # 2 and 4 are the good ones
@@ -130,7 +130,7 @@ def test_checkpoint_of_a_stop_takes_no_place_and_goes_with_the_next_good_one(tmp
     assert steps(tmp_path) == [20, 30]
     stop(35)
     stop(37)
-    corrupt(tmp_path / "step_00000037" / "model.safetensors", "flipped")
+    HARMS["flipped"](tmp_path / "step_00000037" / "model.safetensors")
     stop(39)
     assert steps(tmp_path) == [20, 30, 39]
     save(tmp_path, 40, keep=3)
@@ -167,24 +167,6 @@ def test_require_room_refuses_a_small_disk_and_a_folder_that_is_a_file(tmp_path,
     monkeypatch.setattr(manager.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1500))
     with pytest.raises(CheckpointError, match=r"of this run is 0.0 MB and needs twice that"):
         manager.require_room(tmp_path / "checkpoints", 1000)
-
-
-def test_save_without_room_names_what_helps(tmp_path, monkeypatch):
-    """A lower checkpoint.keep does not: older checkpoints are removed once a save is complete."""
-    for step in (1, 2, 3):
-        path = save(tmp_path, step)
-
-    def used() -> int:
-        return sum(file.stat().st_size for file in tmp_path.rglob("*"))
-
-    room = used() + 3 * sum((path / name).stat().st_size for name in (MODEL, STATE)) // 2
-    monkeypatch.setattr(manager.shutil, "disk_usage", lambda folder: SimpleNamespace(free=room - used()))
-    with pytest.raises(CheckpointError, match=r"\(all checkpoints but the newest can go\)") as error:
-        save(tmp_path, 4, keep=1)
-    assert "checkpoint.keep" not in str(error.value) and steps(tmp_path) == [1, 2, 3]
-    shutil.rmtree(tmp_path / "step_00000001")
-    save(tmp_path, 4)
-    assert steps(tmp_path) == [2, 3, 4]
 
 
 @pytest.mark.gpu  # here and not with the other tensors: a bare GPU machine can lack what that file imports

@@ -16,7 +16,7 @@ from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import choose, load_encoder
 from fastsuncet.models.pretrained_weights import read_weights, read_weights_of
 from fastsuncet.models.resnet import build_model
-from tests.support.checkpoints import corrupt
+from tests.support.checkpoints import HARMS
 from tests.support.runs import CONFIGS
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -73,7 +73,7 @@ def test_load_encoder_refuses_other_pixels_than_the_runs(tmp_path, config):
 
 def test_choose_lists_good_checkpoints_and_names_a_damaged_one(tmp_path, config, capsys):
     save_run(tmp_path, config, 30, 10, 20)
-    corrupt(tmp_path / "checkpoints" / "step_00000020" / "model.safetensors", "flipped")
+    HARMS["flipped"](tmp_path / "checkpoints" / "step_00000020" / "model.safetensors")
     assert [path.name for path in choose(tmp_path, every=True)] == ["step_00000010", "step_00000030"]
     (line,) = capsys.readouterr().out.splitlines()
     assert "step_00000020" in line

@@ -63,8 +63,3 @@ HARMS = {  # what can happen to a file
     "folder": in_place_by(os.mkdir),
     "50 GB": lambda path: os.truncate(path, 50 << 30),
 }
-
-
-def corrupt(path: Path, how: str) -> None:
-    """Damage the file at `path` in one of the ways of HARMS."""
-    HARMS[how](path)

@@ -39,7 +39,7 @@ def restored_switches(monkeypatch):
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("autotune", [None, True, False])
 def test_set_determinism_takes_exact_kernels_and_the_search_among_them_apart(exact, autotune):
-    """And never TF32."""
+    """And never TF32, nor the fused kernels of attention, nor a pass that fills new tensors with NaN."""
     words = [f"meta.deterministic={exact}", "meta.compile=true"]
     words += [] if autotune is None else [f"meta.autotune={autotune}"]
     searches = not exact if autotune is None else autotune
@@ -50,6 +50,9 @@ def test_set_determinism_takes_exact_kernels_and_the_search_among_them_apart(exa
     assert CUDNN.benchmark == searches
     assert all(getattr(inductor, name) != searches for name in UNTIMED)
     assert not CUDNN.allow_tf32 and not MATMUL.allow_tf32
+    fused = (CUDA.flash_sdp_enabled(), CUDA.mem_efficient_sdp_enabled(), CUDA.cudnn_sdp_enabled())
+    assert set(fused) == {not exact} and CUDA.math_sdp_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.parametrize(("owner", "name"), NEWER)
@@ -59,23 +62,6 @@ def test_set_determinism_turns_tf32_off_by_whichever_switch_it_is_on(owner, name
     assert not CUDNN.allow_tf32 and not MATMUL.allow_tf32  # torch raises where its two switches disagree
     assert CUDNN.conv.fp32_precision == MATMUL.fp32_precision == "ieee"
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_set_determinism_excludes_the_fused_kernels_of_attention(exact):
-    """Under torch's warn_only their backward pass has other bits each time, after a warning."""
-    for before in (exact, not exact):  # of a run in the same process
-        set_determinism(load_config(CONFIGS / "digits_demo.yaml", [f"meta.deterministic={before}"]), CARD)
-    fused = (CUDA.flash_sdp_enabled(), CUDA.mem_efficient_sdp_enabled(), CUDA.cudnn_sdp_enabled())
-    assert set(fused) == {exact} and CUDA.math_sdp_enabled()
-
-
-def test_set_determinism_leaves_new_memory_unfilled():
-    """torch's default under deterministic algorithms is one more pass over every activation of every step."""
-    set_determinism(load_config(CONFIGS / "digits_demo.yaml"), CARD)
-    address = torch.full((1 << 16,), 7.0).data_ptr()  # freed at once, and most likely allocated again
-    fresh = torch.empty(1 << 16)
-    assert not fresh.isnan().all(), f"a new tensor (at {fresh.data_ptr() == address}) is all NaN"
 
 
 @pytest.mark.parametrize(("name", "on"), [("allow_tf32", True), ("fp32_precision", "tf32")])
