@@ -22,7 +22,8 @@ from fastsuncet.training import initial_weights
 from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import summary
-from fastsuncet.training.trainer import Trainer, require_finite_weights, within_memory
+from fastsuncet.training.task import within_memory
+from fastsuncet.training.trainer import Trainer, require_finite_weights
 from pipelines.data_errors import DataError
 from pipelines.output import duration, say_line
 

@@ -24,7 +24,7 @@ from fastsuncet.models.flops import update_macs
 from fastsuncet.optim import DeviceLR, warmup_cosine
 from fastsuncet.training import methods
 from fastsuncet.training.step import build, train_step
-from fastsuncet.training.trainer import COST, SPEED, TrainingTask
+from fastsuncet.training.task import COST, SPEED, TrainingTask
 
 # Sizes that a run keeps on any number of processes, and their names in messages.
 SIZES = {

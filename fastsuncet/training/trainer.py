@@ -9,132 +9,72 @@ device at a metrics line, a save and an evaluation alone, and with `plateau` onc
 the checkpoint are set aside (metrics/writer.py). distributed/signals.py has the road of a stop signal.
 """
 
-import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import RunStatus, on_every_rank, on_rank_0, require_run_folder
-from fastsuncet.config import Config
 from fastsuncet.distributed.collectives import StopConsensus, gather_json
 from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError, NumericalError, Preempted
+from fastsuncet.errors import CheckpointError, FastSuncetError, NumericalError, Preempted
 from fastsuncet.metrics.cost import EnergyMeter, Ledger
-from fastsuncet.metrics.interval import DataTimer, MetricsInterval
-from fastsuncet.training.logger import RunLogger
-from pipelines.backend import lack_of_gpu_memory
+from fastsuncet.metrics.interval import MetricsInterval
+from fastsuncet.metrics.progress_bar import ProgressBar
+from fastsuncet.metrics.writer import MetricsWriter
+from fastsuncet.training.task import TrainingTask, within_memory
 from pipelines.output import counted, say_line
 
-BatchType = TypeVar("BatchType")
 FILES_SHOWN = 20  # in a message, at most
-SPEED = ("lr", "views_per_second", "data_wait", "peak_memory_gb", "replaced_images")  # columns of metrics.csv
-COST = ("views", "updates", "petaflops", "seconds")
 
 
-class Stream(Protocol):
-    @property
-    def replaced(self) -> set[int]:
-        """The images that this rank could not decode and replaced by others."""
-        ...
+class RunLogger(ExitStack):
+    """Metrics files and a progress bar with the same numbers, on rank 0 only. Leaving the context closes them."""
 
-    def files(self, step: int, rank: int, role: str) -> list[str]:
-        """Return the names of the images that one rank saw at `step` in one role."""
-        ...
+    def __init__(self, task: TrainingTask, folder: Path, place: Place, step: int = 0, evaluated: bool = True):
+        super().__init__()
+        self.writer = self.progress = None
+        if place.first:
+            self.progress = ProgressBar(task.steps, step, task.terms)
+            more = {"resume_step": step or None, "evaluated": evaluated, "config": task.config}
+            self.writer = MetricsWriter(folder, task.columns, say=self.progress.say, **more)
+            self.enter_context(self.writer)
+            self.callback(self.progress.close)  # before the writer, whose trackers can print when they close
 
+    def write(self, kind: str, record: Mapping[str, Any]) -> None:
+        """Write a metrics line of that kind. A "train" line moves the bar, any other with numbers is printed too."""
+        if self.writer is None or self.progress is None:
+            return
+        record = self.writer.write(dict(record), kind)
+        if kind == "train":
+            self.progress.update(record)
+        elif values := "  ".join(
+            f"{key} {value:.4g}" for key, value in record.items() if isinstance(value, float)
+        ):
+            self.progress.say(f"{kind}: step {record['step']:,}  {values}")
 
-class TrainingTask(ABC, Generic[BatchType]):
-    """What a `Trainer` trains. Pretraining (pretraining.py) and FineTuning (evaluation/finetuning/fit.py) are tasks."""
+    def at(self, step: int) -> None:
+        """Move the bar to the updates done."""
+        if self.progress is not None:
+            self.progress.at(step)
 
-    config: Config
-    steps: int  # updates in all
-    lr: Callable[[int], float]  # learning rate of a step; there is no scheduler to save
-    stream: Stream
-    model: nn.Module  # what a checkpoint holds
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    terms: tuple[str, str]  # names of the two losses of `train_step`; "none" for one that the method has not
-    value_count = 2  # of `train_step`: the losses, and possibly the norm of the gradient of each
-    roles: tuple[str, str]  # of the images of each term, in the stream
-    columns: tuple[str, ...]  # of metrics.csv, without "step"
-    steps_per_epoch: int
-    batch_key: str  # of the config: the images of an update
-    pieces_key: str  # of the config: passes them in pieces
-    log_every: int  # updates per metrics line
-    save_every: tuple[int, ...]  # updates; the last update and a stop are saved too
-    keep: int  # newest checkpoints that stay on the disk
-    keep_at_end: int  # the same, once the last one is written
-    evaluate_every = 0  # updates, 0 for never; the last update is evaluated too
-    ledger_key = "ledger"  # of the run's ledger in a checkpoint's meta
-    chosen: Mapping[str, Any] = {}  # what was chosen for this hardware: the first line of metrics.jsonl
-    world_size_note: str  # printed when a run continues on another number of processes
+    def say(self, line: str) -> None:
+        """Print `line` on rank 0, without breaking the bar."""
+        if self.progress is not None:
+            self.progress.say(line)
 
-    @abstractmethod
-    def batch(self, step: int, timer: DataTimer) -> BatchType:
-        """Return what this rank learns from at `step`; `timer` measures how long training waited for it."""
-
-    @abstractmethod
-    def train_step(self, batch: BatchType, lr: float) -> Tensor:
-        """Make one update; return the `value_count` values: losses, then norms, on the device. No host sync."""
-
-    @abstractmethod
-    def cost(self, step: int) -> tuple[int, int]:
-        """Return the views of the update of `step` and their multiply-adds, over all ranks."""
-
-    def after_step(self, step: int, values: Tensor) -> str | None:
-        """Take the `values` of `train_step`; return a message for the user, if there is one."""
-
-    def evaluate(self, bad: set[int], before_batch: Callable[[], None]) -> dict[str, float]:
-        """Evaluate the model without the images `bad`; return the metrics of a "knn" line. Collective.
-
-        `before_batch` raises Preempted once a stop was requested; all ranks call it equally often.
-        """
-        return {}
-
-    @abstractmethod
-    def meta(self, epoch: float) -> dict[str, Any]:
-        """Return what a checkpoint says about the run, JSON types only."""
-
-    @abstractmethod
-    def check_resume_compatible(self, meta: dict[str, Any]) -> None:
-        """Raise CheckpointError, naming each difference, if a checkpoint's `meta` is that of another run."""
-
-    def close(self) -> None:
-        """Free what must not outlive the process group. Called at the end of a run, however it ends."""
-
-    def begin(self) -> None:
-        """Prepare a run that has no checkpoint. Collective."""
-
-    def state(self) -> dict[str, Any]:
-        """Return plain values that a checkpoint keeps for `restore`. Collective."""
-        return {}
-
-    def restore(self, values: dict[str, Any]) -> None:
-        """Continue from the values of `state`."""
-
-
-@contextmanager
-def within_memory(task: TrainingTask) -> Iterator[None]:
-    """Raise ConfigError, with the key and its line, in place of torch's error where the GPU has too little memory."""
-    try:
-        yield
-    except RuntimeError as error:
-        if (reason := lack_of_gpu_memory(error)) is None:
-            raise
-        # A notebook keeps the error and with it these frames, whose activations the next, smaller batch would lack.
-        traceback.clear_frames(error.__traceback__)
-        raise ConfigError(
-            f"{task.config.where(task.batch_key)} does not fit the GPU's memory: {reason}. Lower it, or set "
-            f"{task.pieces_key} to pass the batch in pieces"
-        ) from error
+    def sync(self) -> None:
+        """Wait until every line is on the disk: a checkpoint must not claim a step whose line could still be lost."""
+        if self.writer is not None:
+            self.writer.sync()
 
 
 Task = TypeVar("Task", bound=TrainingTask)
@@ -172,11 +112,11 @@ class Trainer(Generic[Task]):
         moments = 2 if "betas" in task.optimizer.defaults else 1
         momentum = moments * sum(x.nbytes for x in task.model.parameters())
         on_rank_0(self.place, lambda: manager.require_room(self.folder / manager.FOLDER, weights + momentum))
-        settings = (task.config, self.folder, task.columns, task.terms, task.steps, self.step, self.place)
+        logger = partial(RunLogger, task, self.folder, self.place, self.step, self.evaluated)
         with (
             within_memory(task),
             closing(task),
-            on_every_rank(lambda: RunLogger(*settings, evaluated=self.evaluated)) as self.logger,
+            on_every_rank(logger) as self.logger,
             self.watched() as self.heart,
         ):
             if self.step == 0 and task.chosen:

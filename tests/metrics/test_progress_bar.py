@@ -8,6 +8,7 @@ import re
 import struct
 import termios
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from fastsuncet.distributed.place import Place
 from fastsuncet.metrics import progress_bar as progress
 from fastsuncet.metrics.progress_bar import ProgressBar
-from fastsuncet.training.logger import RunLogger
+from fastsuncet.training.trainer import RunLogger
 from tests.support.runs import small_config
 
 LOSSES = ("nt_xent", "suncet")
@@ -137,9 +138,9 @@ def test_progress_in_a_batch_job_or_without_a_size_is_lines(monkeypatch, width, 
 
 
 def test_progress_is_printed_by_the_first_rank_only(tmp_path, capsys):
+    task = SimpleNamespace(config=small_config(tmp_path), columns=("loss",), terms=LOSSES, steps=10)
     for rank in (0, 1, 2):
-        place = Place(rank, 3, torch.device("cpu"))
-        with RunLogger(small_config(tmp_path), tmp_path, ("loss",), LOSSES, 10, 0, place) as logger:
+        with RunLogger(task, tmp_path, Place(rank, 3, torch.device("cpu"))) as logger:
             logger.say("suncet has plateaued")
     out, err = capsys.readouterr()
     assert out.count("suncet has plateaued") == 1 and err == ""

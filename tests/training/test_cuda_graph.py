@@ -217,10 +217,10 @@ def test_ranks_train_on_after_a_capture_refused_in_backward(tmp_path):
         assert all(map(torch.equal, plain, refused))
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_capture_uses_the_stream_of_the_steps_before_it(monkeypatch, own):
+@pytest.mark.parametrize("now", ["own", "default"])
+def test_capture_uses_the_stream_of_the_steps_before_it(monkeypatch, now):
     """And leaves other threads alone, and the garbage collector as it was."""
-    asked, now, left_on = {}, "own" if own else "default", []
+    asked, left_on, made = {}, [], mock.Mock()
 
     @contextlib.contextmanager
     def graph(made, **options):
@@ -228,45 +228,31 @@ def test_capture_uses_the_stream_of_the_steps_before_it(monkeypatch, own):
         yield
 
     monkeypatch.setattr(gc, "collect", lambda: None)  # of a whole test session: seconds
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    reset = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(reset=lambda: reset.append(True)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: now)
-    monkeypatch.setattr(torch.cuda, "set_stream", left_on.append)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
+    replaced = {"graph": graph, "CUDAGraph": lambda: made, "set_stream": left_on.append}
+    replaced |= {"current_stream": lambda: now, "default_stream": lambda: "default"}
+    for name, value in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, value)
     assert capture_on_device(lambda: "losses", torch.device("cuda"))[1] == "losses"
-    stream = "own" if own else None  # the default one cannot be captured: torch takes one of its own
+    stream = "own" if now == "own" else None  # the default one cannot be captured: torch takes one of its own
     assert asked == {"stream": stream, "capture_error_mode": "thread_local", "collecting": False}
-
-    def fails():
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        capture_on_device(fails, torch.device("cuda"))
-    assert gc.isenabled() and left_on == [now, now] and reset == [True]
+    with pytest.raises(ZeroDivisionError):
+        capture_on_device(lambda: 1 / 0, torch.device("cuda"))
+    assert gc.isenabled() and left_on == [now, now] and made.reset.call_count == 1
 
 
 def test_rank_works_on_one_stream_that_is_not_cudas_default(monkeypatch):
-    device, seen = torch.device("cuda", 0), []
+    device, cuda = torch.device("cuda", 0), mock.MagicMock()
     monkeypatch.setattr("fastsuncet.distributed.place.pick_device", lambda wanted, local_rank: device)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"a stream of {device}")
-    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
-
-    @contextlib.contextmanager
-    def current(stream):
-        seen.append(stream)
-        yield
-        seen.append("the stream before")
-
-    monkeypatch.setattr(torch.cuda, "stream", current)
+    for name in ("Stream", "set_device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     work_stream.cache_clear()
-    try:
-        for _ in range(2):
-            with join("cuda") as place:
-                seen.append(place.device)
-    finally:
-        work_stream.cache_clear()
-    assert seen == [device, "a stream of cuda:0", device, "the stream before"] * 2
+    for _ in range(2):
+        with join("cuda"):
+            pass
+    work_stream.cache_clear()
+    within = ["stream", "stream().__enter__", "stream().__exit__"]
+    assert [name for name, *_ in cuda.mock_calls] == ["set_device", "Stream", *within, "set_device", *within]
+    assert cuda.stream.call_args_list == [mock.call(cuda.Stream.return_value)] * 2
 
 
 @pytest.mark.gpu

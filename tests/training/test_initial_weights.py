@@ -37,9 +37,7 @@ def weights(tmp_path):
 def loaded(config) -> tuple[torch.nn.Module, dict]:
     m = config.model
     model = build_model(m.name, m.stem, *m.head)
-    record = initial_weights.load(config, model, PLACE)
-    assert record is not None
-    return model, record
+    return model, initial_weights.load(config, model, PLACE)
 
 
 def test_initial_weights_fill_the_encoder_and_leave_the_head(tmp_path, weights):
@@ -81,14 +79,12 @@ def test_initial_weights_fill_the_heads_of_paws(tmp_path, of, batchnorm):
         for key, x in theirs.items():
             ours = next(prefix for prefix in AUTHORS if key.startswith(prefix))
             named[key.replace(ours, AUTHORS[ours], 1)] = x
-        some = {"fc.fc3.bias", "fc.bn2.running_var", "pred.fc2.weight", "layer1.0.conv1.weight"}
-        assert some <= named.keys()
         found = {"encoder": {f"module.{key}": x for key, x in named.items()}, "epoch": 300}
     torch.save(found, tmp_path / "w.pth")
     model, record = loaded(tiny_config(tmp_path, *words))
     assert_equal_to_the_bit(dict(model.state_dict()), dict(theirs))
-    assert record["note"].startswith("encoder and heads from") and "not loaded" not in record["note"]
-    assert record["note"].count("drawn") == 0
+    assert record["note"].startswith("encoder and heads from")
+    assert "not loaded" not in record["note"] and "drawn" not in record["note"]
     encoder = load_encoder(tmp_path / "w.pth")
     head = projection_head_of(encoder.head)
     head.load_state_dict(encoder.head)

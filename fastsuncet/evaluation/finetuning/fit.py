@@ -35,7 +35,8 @@ from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import classifier_macs
 from fastsuncet.optim import SGD, warmup_cosine
 from fastsuncet.training.determinism import PRECISIONS
-from fastsuncet.training.trainer import COST, SPEED, Trainer, TrainingTask
+from fastsuncet.training.task import COST, SPEED, TrainingTask
+from fastsuncet.training.trainer import Trainer
 from pipelines.backend import to_device
 from pipelines.datasets.index import ImageIndex
 from pipelines.loader import Loader
