@@ -3,7 +3,6 @@
 Supervision ends at a step known before the run, or once its loss has plateaued (paper, appendix E).
 """
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
@@ -41,32 +40,21 @@ NOTES = {
 }
 
 
-class PlateauRule:
-    """Decides, from the mean supervised loss of each epoch, when to switch supervision off.
+def has_plateaued(means: list[float], epochs: int, gain: float) -> bool:
+    """Return whether to switch supervision off, from the mean supervised loss of each epoch so far.
 
-    It switches off once the median loss of the last P epochs has failed, for P epochs, to come a fraction g below its
-    lowest value before them; or once that median is below a fraction g of the first epoch's loss. Never before 2 P
-    epochs. `epochs` is P, at least 1; `gain` is g, in (0, 1].
+    True once the median loss of the last P epochs has failed, for P epochs, to come a fraction g below its lowest value
+    before them; or once that median is below a fraction g of the first epoch's loss. Never before 2 P epochs. `epochs`
+    is P, at least 1; `gain` is g, in (0, 1].
 
     Medians, because one epoch of few labels is noisy (5 % on the recorded curves of tests/training). The second half is
     for cross-entropy, which has no floor and keeps falling by a fraction on memorized images.
     """
-
-    def __init__(self, epochs: int, gain: float):
-        self.epochs, self.gain = epochs, gain
-        self.means: list[float] = []  # the finite ones so far, oldest first: the rule's whole state
-
-    def add(self, mean: float) -> bool:
-        """Take the mean supervised loss of one more epoch. True: switch off from the next epoch on."""
-        if not math.isfinite(mean):  # the loop refuses such a loss and names its images
-            return False
-        self.means.append(mean)
-        means, span = self.means, self.epochs
-        if len(means) < 2 * span:
-            return False
-        smooth = [median(means[end - span : end]) for end in range(span, len(means) + 1)]
-        stuck = min(smooth[-span:]) >= (1 - self.gain) * min(smooth[:-span])
-        return stuck or smooth[-1] < self.gain * means[0]
+    if len(means) < 2 * epochs:
+        return False
+    smooth = [median(means[end - epochs : end]) for end in range(epochs, len(means) + 1)]
+    stuck = min(smooth[-epochs:]) >= (1 - gain) * min(smooth[:-epochs])
+    return stuck or smooth[-1] < gain * means[0]
 
 
 class Supervision:
@@ -77,10 +65,9 @@ class Supervision:
     """
 
     def __init__(self, config: Config, arithmetic: Arithmetic, rank: int, device: torch.device):
-        c = config.criterion
-        self.arithmetic, self.rank = arithmetic, rank
-        plateau = c.supervised_epochs == "plateau"
-        self.rule = PlateauRule(c.plateau_epochs, c.plateau_gain) if plateau else None
+        self.criterion, self.arithmetic, self.rank = config.criterion, arithmetic, rank
+        self.waits = config.criterion.supervised_epochs == "plateau"
+        self.means: list[float] = []  # of the epochs so far, oldest first
         self.ended: int | None = None  # the first step without supervision, once the rule has decided
         self.sum = torch.zeros((), dtype=torch.float64, device=device)  # of this rank's losses in this epoch
 
@@ -90,29 +77,30 @@ class Supervision:
 
     def add(self, loss: Tensor, step: int) -> bool:
         """Take the supervised loss of `step`, on the device. True: it was the last step with supervision."""
-        if self.rule is None or self.ended is not None:
+        if not self.waits or self.ended is not None:
             return False
         self.sum += loss
         if (step + 1) % self.arithmetic.steps_per_epoch:
             return False
         mean = all_gather_rows(self.sum[None]).mean() / self.arithmetic.steps_per_epoch
         self.sum.zero_()
-        if self.rule.add(mean.item()):
+        self.means.append(mean.item())
+        if has_plateaued(self.means, self.criterion.plateau_epochs, self.criterion.plateau_gain):
             self.ended = step + 1
         return self.ended is not None
 
     def state(self) -> dict:
         """Return plain values for a checkpoint. Collective: the sums of all ranks are gathered."""
-        if self.rule is None:
+        if not self.waits:
             return {}
         sums = all_gather_rows(self.sum[None]).tolist()
-        return {"means": list(self.rule.means), "sums": sums, "ended": self.ended}
+        return {"means": self.means, "sums": sums, "ended": self.ended}
 
     def restore(self, state: dict) -> None:
         """Continue from `state`. On another number of ranks each takes the mean of the interrupted epoch's sums."""
-        if self.rule is None:
+        if not self.waits:
             return
-        self.rule.means = list(state["means"])
+        self.means = list(state["means"])
         sums, world_size = state["sums"], self.arithmetic.world_size
         self.sum.fill_(sums[self.rank] if len(sums) == world_size else sum(sums) / len(sums))
         self.ended = state["ended"]
