@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastsuncet.distributed.place import first_host, one_task_per_node, slurm_port
+from fastsuncet.distributed.place import nodes_to_start, slurm_endpoint
 from fastsuncet.distributed.signals import STOP_SIGNALS
 from fastsuncet.errors import FastSuncetError, Preempted
 from fastsuncet.paths import cli_command
@@ -34,10 +34,8 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    nodes, endpoint = 1, "localhost:0"
-    if one_task_per_node():
-        nodes = int(os.environ["SLURM_NNODES"])
-        endpoint = f"{first_host()}:{slurm_port()}"
+    nodes = nodes_to_start()
+    endpoint = "{}:{}".format(*slurm_endpoint()) if nodes > 1 else "localhost:0"
     # The agent kills ranks 30 s after it passed on a signal; a save on a busy file system can take longer.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
     # torchrun's own default, without its warning: as many OpenMP threads as cores in every rank would slow all of them.

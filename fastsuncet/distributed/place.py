@@ -63,28 +63,23 @@ def set_torchrun_variables() -> None:
     if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
         return
     tasks = _number("SLURM_NTASKS", 1)
-    if tasks == 1 or one_task_per_node():
+    if tasks == 1 or nodes_to_start() > 1:
         return
-    local, host = _slurm("SLURM_LOCALID"), first_host()
+    local, (host, port) = _slurm("SLURM_LOCALID"), slurm_endpoint()
     os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=str(tasks), LOCAL_RANK=local)
     # "8(x2)" is two nodes of 8 tasks. Where nodes differ, the first one's number serves for all.
     if here := re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
         os.environ.setdefault("LOCAL_WORLD_SIZE", here[0])
     os.environ.setdefault("MASTER_ADDR", host)
-    os.environ.setdefault("MASTER_PORT", str(slurm_port()))
+    os.environ.setdefault("MASTER_PORT", str(port))
 
 
-def slurm_port() -> int:
-    """Return the port at which the ranks of a Slurm job meet: jobs that share a node have others."""
-    return 20_000 + _number("SLURM_JOB_ID", 9_511) % 10_000
-
-
-def first_host() -> str:
-    """Return the first host of a Slurm step, whose list is compressed: "gpu[003-006,9],login" -> "gpu003"."""
-    # The first node of the job need not be one of the step.
+def slurm_endpoint() -> tuple[str, int]:
+    """Return where the ranks of a Slurm step meet: its first host, and a port that jobs that share it do not have."""
+    # The first node of the job need not be one of the step. A list is compressed: "gpu[003-006,9],login".
     nodes = os.environ.get("SLURM_STEP_NODELIST") or _slurm("SLURM_JOB_NODELIST")
     name, _, numbers = nodes.partition(",")[0].partition("[")
-    return name + re.split("[-\\]]", numbers)[0]
+    return name + re.split("[-\\]]", numbers)[0], 20_000 + _number("SLURM_JOB_ID", 9_511) % 10_000
 
 
 def _slurm(name: str) -> str:
@@ -95,10 +90,10 @@ def _slurm(name: str) -> str:
     return os.environ[name]
 
 
-def one_task_per_node() -> bool:
-    """Return whether Slurm started one task on each of several nodes, so that this process starts its node's ranks."""
+def nodes_to_start() -> int:
+    """Return on how many nodes Slurm started one task that starts the ranks of its node; 1 where it did otherwise."""
     nodes, tasks = (_number(name, 1) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
-    return nodes > 1 and nodes == tasks and torch.cuda.device_count() > 1
+    return nodes if nodes == tasks and torch.cuda.device_count() > 1 else 1
 
 
 def should_start_ranks(device: str) -> bool:
@@ -113,8 +108,7 @@ def expected_ranks(device: str) -> int:
     if "WORLD_SIZE" in os.environ:
         return max(1, _number("WORLD_SIZE", 1))
     gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    nodes = int(os.environ["SLURM_NNODES"]) if one_task_per_node() else 1
-    return max(1, gpus) * nodes
+    return max(1, gpus) * nodes_to_start()
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
@@ -205,7 +199,7 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
         raise ConfigError(f"RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below")
     place = Place(rank, world_size, pick_device(device, local_rank))
     with contextlib.ExitStack() as stack:
-        if place.on_gpu:
+        if place.device.type == "cuda":
             torch.cuda.set_device(place.device)
             stack.enter_context(torch.cuda.stream(work_stream(place.device)))
         if world_size > 1 and not dist.is_initialized():
@@ -216,7 +210,7 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
 @contextlib.contextmanager
 def _group(place: Place, timeout: int) -> Iterator[None]:
     """Make the process group of several ranks, and destroy it at the end."""
-    rank, world_size, cuda = place.rank, place.world_size, place.on_gpu
+    rank, world_size, cuda = place.rank, place.world_size, place.device.type == "cuda"
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise ConfigError(

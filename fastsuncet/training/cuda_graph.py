@@ -89,11 +89,10 @@ class GraphedStep:
 
         A replay under way is not waited for: CUDA destroys its graph after it, and it never ends if another rank died.
         """
-        if self.captured is None:
-            return
-        # Not left to the garbage collector: the traceback of an error keeps what the frames of a run hold.
-        self.captured[0].reset()
-        self.captured = None
+        if self.captured is not None:
+            # Not left to the garbage collector: the traceback of an error keeps what the frames of a run hold.
+            self.captured[0].reset()
+            self.captured = None
 
     def _recover(self) -> None:
         """Make DDP and the scaler forget a step that was not finished, and free what it allocated."""

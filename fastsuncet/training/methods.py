@@ -126,10 +126,7 @@ def losses(config: Config, per_class: Tensor | None = None) -> tuple[Loss, Loss]
 
 
 def loss_inputs(out: Outputs) -> tuple[Tensor, Tensor]:
-    """Return what each of the two losses reads: projections z, SwAV's scores, PAWS's predictions, or logits.
-
-    No loss reads the other's, so that the gradient of an input is that of one loss alone.
-    """
+    """Return what each of the two losses alone reads: z, SwAV's scores, PAWS's predictions, or logits."""
     candidates = (out.scores, out.predictions, out.projections), (out.logits, out.labeled)
     instance, supervised = (next(x for x in each if x is not None) for each in candidates)
     return instance, supervised
@@ -142,10 +139,9 @@ def tf32(config: Config) -> bool:
 
 @contextmanager
 def tf32_products(allowed: bool) -> Iterator[None]:
-    """Allow or forbid CUDA to cut the factors of float32 products to TF32's 10 bits; sums stay float32.
+    """Allow or forbid CUDA to cut the factors of float32 products to TF32's 10 bits, for which it has tensor cores.
 
-    Float32 has no tensor cores on a GPU, and TF32 has. For losses behind a 16-bit network, whose projections have
-    bfloat16's 7 bits. torch's switch belongs to the process and is always restored.
+    For losses behind a 16-bit network, whose projections have bfloat16's 7 bits. torch's switch is restored.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed

@@ -37,8 +37,7 @@ class MultiViewModel(nn.Module):
     def forward(self, views: Sequence[Tensor], labeled: Tensor) -> Outputs:
         """Return the losses' inputs for views, each (U, 3, H, W), and labeled images (S, 3, H, W).
 
-        One encoder pass per resolution: the first two views are as large as the labeled images and go with them,
-        small crops follow. S = 0 once supervision is switched off.
+        One encoder pass per resolution: the first two views go with the labeled images, small crops follow.
         """
         model = self.model
         large, small = [*views[:2], labeled], list(views[2:])
@@ -73,10 +72,8 @@ class MultiViewModel(nn.Module):
 
 @contextmanager
 def frozen_statistics(model: nn.Module) -> Iterator[None]:
-    """Leave the running statistics of `model` as they are. In training mode its outputs keep their bits.
-
-    Not by `track_running_stats`: torch's BatchNorm would save fewer tensors, which a recomputation refuses.
-    """
+    """Leave the running statistics of `model` as they are. In training mode its outputs keep their bits."""
+    # Not by `track_running_stats`: torch's BatchNorm would save fewer tensors, which a recomputation refuses.
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:

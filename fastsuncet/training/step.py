@@ -118,9 +118,8 @@ def build(
 ) -> tuple[resnet.Model, nn.Module, DeviceLR, StepMethod]:
     """Return the model, the network that trains it, its optimizer, its method.
 
-    The network is a MultiViewModel, with criterion.micro_batch a PiecewiseModel, or DDP around it. `classes` of the
-    data set are for a method with a classifier, `per_class`, their numbers of labeled images, for paws.prior: labels.
-    Weights depend on the seed alone: every rank builds the same ones, on any device.
+    `classes` of the data set are for a method with a classifier, `per_class`, their numbers of labeled images, for
+    paws.prior: labels. Weights depend on the seed alone: every rank builds the same ones, on any device.
     """
     m, model = config.model, build_model(config, classes, seed=config.meta.seed)
     if m.fused_batchnorm is True:
@@ -161,11 +160,8 @@ def build(
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        raise config.error(
-            "model.sync_batchnorm",
-            f"must be true where each of {place.world_size} processes has one image of a size, as here: BatchNorm has "
-            "no statistics of it alone. Or make the batch so large that each has two",
-        ) from error
+        text = f"must be true where each of {place.world_size} processes has one image of a size: BatchNorm needs two"
+        raise config.error("model.sync_batchnorm", text) from error
     return model, network, optimizer, method
 
 

@@ -14,22 +14,23 @@ from fastsuncet.training.step import build
 from tests.support.methods import CPU, config_of
 
 
-@pytest.fixture
-def no_compiler(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.delenv("CXX", raising=False)
-
-
 def wrapped(ranks: int = 1, compiled: bool = True) -> nn.Module:
     place, image = Place(0, ranks, CPU), torch.ones(1, 2)
     options = {"compiled": compiled, "static_graph": True, "blank_pass": lambda net: net(image).sum()}
     return parallel(nn.Linear(2, 2), place, **options)
 
 
-def test_compiled_network_without_a_compiler_is_refused(no_compiler):
+def test_compiled_network_needs_a_compiler_on_the_path_or_in_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match=r"none of gcc, g\+\+, clang is found.*meta\.compile=false"):
         wrapped()
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "/opt/compiler")
+        require_compiler()
+    (tmp_path / "gcc").touch(mode=0o755)
+    require_compiler()
 
 
 def test_compiled_code_is_kept_where_no_other_user_can_put_some(monkeypatch, tmp_path):
@@ -70,11 +71,3 @@ def test_ddp_refuses_one_image_a_process_without_shared_batchnorm(group):
     said = r"model\.sync_batchnorm=false\n.*each of 2 processes has one image"
     with pytest.raises(ConfigError, match=said):
         build(config, place, 10, [1] * 10, config.resolve(2, 100))
-
-
-def test_compiler_on_the_path_or_in_the_environment_is_found(no_compiler, monkeypatch, tmp_path):
-    with monkeypatch.context() as patch:
-        patch.setenv("CXX", "/opt/compiler")
-        require_compiler()
-    (tmp_path / "gcc").touch(mode=0o755)
-    require_compiler()
