@@ -73,14 +73,11 @@ def _decode(payload: bytes) -> Any:
 
 
 def cpu_copy(tensor: Tensor) -> Tensor:
-    """Return `tensor` on the CPU, without gradient, with the same values and strides.
+    """Return `tensor` on the CPU, without gradient, with the same strides and in memory of its own.
 
-    A tensor on the CPU is copied only if it is a view into more memory than its own: torch.save writes whole storages,
-    so one row of a large buffer would take the buffer along.
+    torch.save writes whole storages, so one row of a large buffer would take the buffer along.
     """
-    tensor = tensor.detach().cpu()
-    own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if own else tensor.clone()
+    return tensor.detach().to("cpu", copy=True)
 
 
 def write(path: Path, step: int, files: dict[str, bytes], meta: dict[str, Any]) -> None:
