@@ -21,6 +21,8 @@ from pipelines.data_errors import DataError
 from tests.support.ranks import start_forked, started_by_an_agent
 from tests.support.runs import CONFIGS, SMALL, TINY, tiny_config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def hearts(monkeypatch):
@@ -43,7 +45,6 @@ def wait_for_end(ended: list[Exception]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
 def test_heartbeat_names_the_rank_that_is_behind_and_where_it_is(hearts):
     (one, said, ended), (other, said_too, ended_too) = hearts
     with one, other:
@@ -60,7 +61,6 @@ def test_heartbeat_names_the_rank_that_is_behind_and_where_it_is(hearts):
     assert len(ended_too) == 1
 
 
-@pytest.mark.slow
 def test_heartbeat_names_a_rank_that_posts_no_longer(hearts):
     (one, _, ended), (other, _, _) = hearts
     with one:
@@ -72,7 +72,6 @@ def test_heartbeat_names_a_rank_that_posts_no_longer(hearts):
     assert "waiting for rank 1 (no sign of life; last seen where it trains after step 6" in str(ended[0])
 
 
-@pytest.mark.slow
 def test_heartbeat_ends_with_rank_0_where_its_process_held_the_store(hearts, monkeypatch):
     lost = SimpleNamespace(set=mock.Mock(side_effect=dist.DistNetworkError("Connection reset by peer")))
     monkeypatch.setattr(heartbeat, "_own_connection", lambda store: lost)
@@ -82,7 +81,6 @@ def test_heartbeat_ends_with_rank_0_where_its_process_held_the_store(hearts, mon
     assert "rank 0 has ended" in str(ended[0]) and ended[0].exit_code == 1
 
 
-@pytest.mark.slow
 def test_heartbeat_names_the_process_that_holds_the_store_and_is_stopped(hearts, monkeypatch):
     answer = threading.Event()
     stopped = SimpleNamespace(set=lambda *_: answer.wait())
@@ -95,7 +93,6 @@ def test_heartbeat_names_the_process_that_holds_the_store_and_is_stopped(hearts,
         assert "waiting for rank 0 (its process, through which ranks meet, does not answer)" in text
 
 
-@pytest.mark.slow
 def test_heartbeat_names_a_rank_that_never_posted_from_the_first_line_on(hearts):
     (one, said, ended), _ = hearts
     with one:
@@ -104,7 +101,6 @@ def test_heartbeat_names_a_rank_that_never_posted_from_the_first_line_on(hearts)
     assert "waiting for rank 1 (has not begun). Nothing was saved" in str(ended[0])
 
 
-@pytest.mark.slow
 def test_heartbeat_of_ranks_that_make_steps_says_nothing(hearts):
     with hearts[0][0], hearts[1][0]:
         for step in range(40):
@@ -172,7 +168,6 @@ def rank_main(rank: int, folder: str, port: int, error: str) -> None:
     sys.exit(main(["train", str(CONFIGS / "digits_demo.yaml"), *overrides]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "codes", "message"),
     [
