@@ -11,6 +11,7 @@ Only one rank saves. Hidden names: .lock, .tmp-* (being written or removed), .re
 """
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -20,9 +21,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fastsuncet.checkpoint.format import META as META
-from fastsuncet.checkpoint.format import MODEL as MODEL
 from fastsuncet.checkpoint.format import (
+    META,
+    MODEL,
+    STATE,
     DamagedCheckpoint,
     LoadedCheckpoint,
     encode,
@@ -126,10 +128,11 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
     for number, path in found:
         if counted < keep and not (good and path in extra):
             try:
-                verify(path, number)
+                times = [(path / name).stat().st_mtime_ns for name in (MODEL, STATE, META)]
+                _verify_once(path, number, *times)
                 good += 1
                 counted += path not in extra
-            except (DamagedCheckpoint, CheckpointError) as fault:
+            except (DamagedCheckpoint, CheckpointError, OSError) as fault:
                 say(f"checkpoint: {path} is damaged and does not count among those kept: {fault}")
             continue
         hidden = folder / f".tmp-{path.name}"
@@ -139,6 +142,12 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
             atomic_files.remove(hidden)
         except OSError as error:  # the save itself is complete
             say(f"checkpoint: {path} is old and could not be removed: {error}")
+
+
+@functools.cache
+def _verify_once(path: Path, step: int, *times: int) -> None:
+    """Verify a checkpoint, and not again at the next save unless a file has another time: `keep` can be large."""
+    verify(path, step)
 
 
 def _scheduled(path: Path) -> bool:
@@ -237,11 +246,10 @@ def _latest(folder: Path, say: Say) -> int | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        say(f"checkpoint: {path} cannot be read ({error}); looking for the newest good one")
-        return None
+        text = f"it cannot be read: {error}"
     match = _NAME.fullmatch(text)
     if match is None or match[0] != match[1]:  # never a path such as "../elsewhere"
-        say(f"checkpoint: {path} says {text!r}, not a checkpoint's name; looking for the newest good one")
+        say(f"checkpoint: {path} names no checkpoint ({text!r}); looking for the newest good one")
         return None
     return int(match[2])
 

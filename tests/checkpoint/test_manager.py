@@ -71,7 +71,7 @@ def test_latest_can_be_missing_or_wrong_and_names_nothing_outside(tmp_path, text
     latest = save(folder, 1).with_name("latest")
     latest.write_text(text)
     step, lines = newest(folder)
-    assert step == 1 and "not a checkpoint's name" in lines[0]
+    assert step == 1 and "names no checkpoint" in lines[0]
     latest.unlink()
     assert newest(folder) == (1, [])
     latest.mkdir()
@@ -135,6 +135,18 @@ def test_checkpoint_of_a_stop_takes_no_place_and_goes_with_the_next_good_one(tmp
     assert steps(tmp_path) == [20, 30, 39]
     save(tmp_path, 40, keep=3)
     assert steps(tmp_path) == [20, 30, 40]
+
+
+def test_save_reads_each_checkpoint_back_once_unless_it_changes(tmp_path, monkeypatch):
+    verified = []
+    verify = manager.verify
+    monkeypatch.setattr(manager, "verify", lambda path, step: verified.append(step) or verify(path, step))
+    for step in range(1, 7):
+        save(tmp_path, step, keep=2)
+    assert sorted(verified) == [2, 3, 4, 5, 6]  # 2 when 3 came and 1 had to go
+    HARMS["flipped"](tmp_path / "step_00000006" / "model.safetensors")
+    save(tmp_path, 7, keep=2, say=lambda line: None)
+    assert steps(tmp_path) == [5, 6, 7]  # the damage was noticed
 
 
 def test_save_leaves_later_steps_until_the_run_passes_them(tmp_path):

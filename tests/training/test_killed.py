@@ -110,8 +110,10 @@ def kill_and_compare(top: Path, ranks: int, config: str, wanted: int, seed: int)
         name, draws = f"trial_{trial}", random.Random(f"{seed} {trial}")
         most, noted = draws.randint(1, 8), []
         while code := continue_run(name, draw_kill(draws, ranks) if len(noted) < most else None):
-            before, noted = noted, (top / name / "kills").read_text().splitlines()
-            assert noted != before, f"{name} ended with {code}, and nobody killed it, after {noted}"
+            note = top / name / "kill"
+            assert note.exists(), f"{name} ended with {code}, and nobody killed it, after {noted}"
+            noted.append(note.read_text().splitlines()[0])
+            note.unlink()
         assert_equal_to_the_bit(state(name), undisturbed, f"{name}, after {noted}")
         kills += noted
         if len(kills) >= wanted:
@@ -157,9 +159,8 @@ def run_rank(arguments: list[str], environment: dict[str, str], folder: Path, ki
     )
 
     def strike() -> None:
-        if kill.target != "all ranks" or rank == 0:
-            with open(folder / "kills", "a") as file:
-                file.write(f"{kill.target} in {position[0]} of step {position[1]}\n")
+        with open(folder / "kill", "a") as file:
+            file.write(f"{kill.target} in {position[0]} of step {position[1]}\n")
         os.kill(agent if kill.target == "agent" else os.getpid(), signal.SIGKILL)
 
     def enter(phase: str, step: int = 0) -> None:
