@@ -76,10 +76,6 @@ def table(*rows: str) -> Callable[[], object]:
     return lambda: LABELS.write_text("".join(f"{row}\n" for row in rows))
 
 
-def circle(path: Path) -> Callable[[], object]:
-    return lambda: (path.rename("moved"), path.symlink_to(path))
-
-
 def each_photo(change: Callable[[Path], object]) -> Callable[[], object]:
     return lambda: [change(path) for path in sorted(PHOTOS.iterdir())]
 
@@ -108,11 +104,6 @@ CASES = {
     ),
     "a class with one label": Case(table(HEAD, *ROWS, "08.jpg,owl"), GOOD),
     "a folder for the labels": Case(lambda: (LABELS.unlink(), LABELS.mkdir()), (3, "csv: Is a directory")),
-    "labels in a circle of links": Case(
-        circle(LABELS),
-        (3, "labels.csv: give the list of labels or names"),
-        init=(3, "labels.csv: Too many levels of symbolic links"),
-    ),
     "no images": Case(each_photo(Path.unlink), (3, "holds no image (.bmp, .jpeg,")),
     "unreadable images": Case(
         lambda: [(PHOTOS / name).write_bytes(b"") for name in NAMES[10:]],
@@ -147,7 +138,6 @@ CASES = {
         (3, "11.jpg: an empty file"),
         init=(3, "none of the 12 images below photos can be read: 00.jpg (an empty file)"),
     ),
-    "photos in a circle of links": Case(circle(PHOTOS), (3, "no data folder")),
     "a folder of predict that is none": Case(
         lambda: (PHOTOS.rename("own"), CONFIG.write_text(OWN)),
         GOOD,
