@@ -14,7 +14,9 @@ import torch
 
 from fastsuncet import __version__, cli
 from fastsuncet.cli._parser import Parser, overview
+from fastsuncet.commands import dry_run, ranks
 from fastsuncet.config import Config
+from fastsuncet.distributed import launch
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
 from pipelines.data_errors import BadImage, DataError
 
@@ -315,3 +317,26 @@ def test_main_prints_names_that_the_encoding_lacks(monkeypatch):
     monkeypatch.setattr(cli, "_dispatch", lambda arguments: print("wrote \u00e4.png") or 0)
     assert cli.main([]) == 0
     assert stream.buffer.getvalue() == b"wrote \\xe4.png\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["train", "digits_demo"], "runs/digits_demo/status.json"),
+        (["train", "digits_demo", "--dry-run=step"], "/dev/null"),
+        (["tune", "digits_demo", "--output", "fast.yaml"], ".preempted-fast.json"),
+        (["evaluate", "knn", "digits_demo"], "/dev/null"),
+        (["finetune", "digits_demo", "--step", "3"], "runs/digits_demo/finetune/.preempted-*.json"),
+        (["transfer", "digits_demo", "transfer.root=."], "runs/digits_demo/transfer/status-1-of-1.json"),
+    ],
+)
+@pytest.mark.parametrize("code", [0, 75])
+def test_command_on_several_gpus_ends_with_the_code_of_its_ranks(tmp_path, monkeypatch, words, status, code):
+    started = []
+    for module in (ranks, dry_run):
+        monkeypatch.setattr(module, "should_start_ranks", lambda device: True)
+    monkeypatch.setattr(launch, "start_ranks", lambda *given: started.append(given) or code)
+    assert cli.main(words) == code
+    ((arguments, path),) = started
+    assert arguments == words and Path(path).match(status)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
