@@ -28,7 +28,7 @@ def arguments(parser: Parser) -> None:
     parser.takes_config(ranks=True)
 
 
-def run(parser: Parser, options: Options) -> int:
+def run(parser: Parser, options: Options) -> None:
     config, arguments, show = options.config, options.arguments, options.show_config
     if options.dry_run:
         from fastsuncet.commands.dry_run import run as dry_run
@@ -39,4 +39,4 @@ def run(parser: Parser, options: Options) -> int:
     config.require_data()  # a dry run prints a plan without data too
     from fastsuncet.commands.train import run as train
 
-    return train(config, arguments)
+    train(config, arguments)

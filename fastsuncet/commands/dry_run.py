@@ -32,17 +32,17 @@ IMAGES = {"image_folder": 1_281_167, "cifar10": 50_000, "cifar100": 50_000, "dig
 TIMED = 2  # steps
 
 
-def run(config: Config, arguments: list[str], *, steps: bool = False, show_config: bool = False) -> int:
+def run(config: Config, arguments: list[str], *, steps: bool = False, show_config: bool = False) -> None:
     """Print the plan, with `show_config` the resolved config behind it, and with `steps` what a few updates take.
 
-    Returns the exit code. `arguments` start the same command on further ranks.
+    `arguments` start the same command on further ranks.
     """
     is_rank_0 = not should_start_ranks(config.meta.device) and os.environ.get("RANK", "0") == "0"
     if is_rank_0 or not steps:
         print_plan(config, show_config)
     if not steps:
         say_line("dry run: all checks passed, nothing was trained")
-        return 0
+        return
     with as_rank(config, arguments) as place, tempfile.TemporaryDirectory() as empty:
         trainer, lines = start(config, place, Path(empty))
         if place.first:
@@ -51,7 +51,6 @@ def run(config: Config, arguments: list[str], *, steps: bool = False, show_confi
             end = first_steps(trainer)
         if place.first:
             say_line(end)
-    return 0
 
 
 def print_plan(config: Config, show_config: bool) -> None:

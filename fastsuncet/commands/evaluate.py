@@ -47,15 +47,14 @@ def evaluate(
     encoder: Path | None = None,  # None: the config's own run
     step: int | None = None,
     every: bool = False,
-) -> int:
-    """Measure the chosen checkpoints, print each number and write each result; return the exit code."""
+) -> None:
+    """Measure the chosen checkpoints, print each number and write each result."""
     config.require_data(validation=kind not in WITHOUT_VALIDATION)
     require_packages(config)  # before hours of features
     # Nothing is resumed, so there is no status to read after a signal.
     with as_rank(config, arguments) as place:
         chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
         measure(config, kind, chosen, place)
-    return 0
 
 
 def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None:

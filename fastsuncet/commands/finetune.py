@@ -34,8 +34,8 @@ def finetune(
     encoder: Path | None = None,
     step: int | None = None,
     every: bool = False,
-) -> int:
-    """Fine-tune the chosen checkpoints one after the other; print and write each accuracy; return the exit code.
+) -> None:
+    """Fine-tune the chosen checkpoints one after the other; print and write each accuracy.
 
     `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
     further ranks. Raises ConfigError, DataError, NumericalError, CheckpointError, and Preempted once all is saved.
@@ -47,7 +47,6 @@ def finetune(
     with as_stoppable_rank(config, arguments, status) as (config, place, signals):
         chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
         _finetune(config, place, chosen, every, signals)
-    return 0
 
 
 def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, signals: SignalFlag) -> None:

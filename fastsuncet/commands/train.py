@@ -39,11 +39,10 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.output import say_line
 
 
-def run(config: Config, arguments: list[str]) -> int:
-    """Train as `config` says and return the exit code; `arguments` start the same command on further ranks."""
+def run(config: Config, arguments: list[str]) -> None:
+    """Train as `config` says; `arguments` start the same command on further ranks."""
     with as_rank(config, arguments, config.run_folder / "status.json") as place:
         train(config, place)
-    return 0
 
 
 def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trainer[Pretraining]:

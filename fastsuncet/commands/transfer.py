@@ -26,8 +26,8 @@ def transfer(
     encoder: Path | None = None,
     step: int | None = None,
     cell: tuple[int, int] = (1, 1),
-) -> int:
-    """Run share `cell` (I, N) of the grid's cells, and choose where all are finished; return the exit code.
+) -> None:
+    """Run share `cell` (I, N) of the grid's cells, and choose where all are finished.
 
     `encoder` is what `load_encoder` takes, None for the config's own run. `arguments` start the same command on
     further ranks. Raises ConfigErrors, DataError, CheckpointError, Preempted, and NumericalError where no cell of a
@@ -56,4 +56,3 @@ def transfer(
                 atomic_files.make_folder(status.parent)
             run_status.write("running", None)
             run_grids(grids, cell)
-    return 0

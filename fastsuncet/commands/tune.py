@@ -43,8 +43,8 @@ class Rung:
 Tried = tuple[Rung, Verdict]
 
 
-def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> int:
-    """Tune the run of `config` and return the exit code; `arguments` start the same command on further ranks.
+def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> None:
+    """Tune the run of `config`; `arguments` start the same command on further ranks.
 
     Writes `output`, a config whose base is the file of `config`. Raises ConfigError for a file that exists, or that is
     no name of a config.
@@ -98,7 +98,6 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
             say(
                 f"wrote {output}: {winners} of {len(found)} contenders won. Train it: fastsuncet train {output}"
             )
-    return 0
 
 
 def _times(outcome: Verdict) -> str:
