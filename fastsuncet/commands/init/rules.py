@@ -201,13 +201,16 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     choices = [*_data(s, size, weights, validation, why_validation), Choice("model.name", name, why_name)]
     if small:
         choices.append(Choice("model.stem", stem, "for images this small"))
-    choices.append(Choice("model.init", weights.init if weights else None, _why_init(weights, why_scratch)))
+    why_init = "as asked for" if weights else f"from scratch: {why_scratch or 'asked for'}"
+    if weights and weights.init == "timm":
+        why_init = "published weights, as a rule far better than from scratch"
+    choices.append(Choice("model.init", weights.init if weights else None, why_init))
     choices.append(Choice("model.hidden", 512 if name == "resnet18" else 2048, "of the projection head"))
     choices += _criterion(s, batch, alone, supervision, enough, hours)
     choices += _optimization(batch, length, epochs, weights)
     if not gpu and m.device != "cpu":
         choices.append(Choice("meta.device", "cpu", "too few images for these GPUs"))
-    choices += [*_measuring(validation, epochs), *_finetuning(s, cards)]
+    choices += _evaluation(s, cards, validation, epochs)
     loss = {"suncet": " + SuNCEt", "cross_entropy": " + cross-entropy"}[supervision]
     contrast = f"SimCLR{loss if s.labels else ', without labels'}"
     method = "labels alone, cross-entropy" if alone else contrast
@@ -234,13 +237,6 @@ def _data(
     if weights:
         yield Choice("data.augmentation.mean", list(weights.mean), "the weights were trained on these colors")
         yield Choice("data.augmentation.std", list(weights.std))
-
-
-def _why_init(weights: Weights | None, why_scratch: str) -> str:
-    if weights is None:
-        return f"from scratch: {why_scratch or 'asked for'}"
-    published = "published weights, as a rule far better than from scratch"
-    return published if weights.init == "timm" else "as asked for"
 
 
 def _criterion(
@@ -291,14 +287,11 @@ def _optimization(b: _Batch, length: Choice, epochs: float, weights: Weights | N
     yield Choice("optimization.warmup", warmup, "epochs: a twentieth of the run, at most 10")
 
 
-def _measuring(validation: str | float | None, epochs: float) -> Iterator[Choice]:
+def _evaluation(s: Survey, cards: int, validation: str | float | None, epochs: float) -> Iterator[Choice]:
     every = max(1, round(epochs / 10))
     if validation is not None:
         yield Choice("evaluation.knn_every_epochs", every, "the accuracy ten times in the run")
     yield Choice("checkpoint.every_epochs", every, "at most this much is lost; Ctrl-C saves too")
-
-
-def _finetuning(s: Survey, cards: int) -> Iterator[Choice]:
     if s.labels:
         batch = max(cards, _below(min(_left(s), 64 * cards), cards))
         updates = max(1, _left(s) // batch)
