@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.init import survey
-from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose, require_learnable
+from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.data.image_files import kept_index
@@ -42,23 +42,21 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
         save_index(found.index, kept)
     with disk_errors(output, "--output"):
         atomic_files.replace(output, text.encode())
-    values = {choice.key: choice.value for choice in plan.choices}
-    start = {"timm": "published weights", None: "from scratch"}.get(values["model.init"], f"from {weights}")
-    say_line(
-        f"{'method':<9}{plan.method}, {values['model.name']}, {start}, {values['data.augmentation.size']} pixels"
-    )
+    model, size = config.model, config.data.augmentation.size
+    start = {"timm": "published weights", None: "from scratch"}.get(model.init, f"from {weights}")
+    say_line(f"{'method':<9}{plan.method}, {model.name}, {start}, {size} pixels")
     say_line(f"{'length':<9}{plan.updates:,} updates, about {duration(3600 * plan.hours)} here")
     for note in plan.notes:
         say_line(f"{'note':<9}{note}")
     say_line(f"{'wrote':<9}{output}, {text.count(chr(10))} lines, with reasons")
-    config = shlex.quote(str(output))
-    say_line(f"{'next':<9}fastsuncet train {config}")
+    file = shlex.quote(str(output))
+    say_line(f"{'next':<9}fastsuncet train {file}")
     if found.labels:
         skip = " --skip-bad" if found.bad else ""
         images = shlex.quote(str(folder))
-        say_line(f"{'then':<9}fastsuncet predict {config} {images} --output predictions.csv --page{skip}")
+        say_line(f"{'then':<9}fastsuncet predict {file} {images} --output predictions.csv --page{skip}")
     else:
-        say_line(f"{'then':<9}fastsuncet suggest {config} --output next.csv --page  # which images to label")
+        say_line(f"{'then':<9}fastsuncet suggest {file} --output next.csv --page  # which images to label")
 
 
 def make(
@@ -68,7 +66,12 @@ def make(
     if not 0 < hours < 100_000:
         raise ConfigError(f"--hours must be a number above 0 and below 100,000, not {hours:g}")
     found = survey.look(folder, labels)
-    require_learnable(found)
+    if (usable := found.images - found.bad) < 4:
+        raise ConfigError(f"{usable} usable images are too few to learn from: at least 4 are needed")
+    if found.labels and found.classes < 2:
+        raise ConfigError(
+            "all labels are of one class, so there is nothing to tell apart: label a second class, or use no labels"
+        )
     start, why = survey.weights(weights)
     machine = survey.machine()  # last: it takes seconds
     rate = machine.macs_per_second / 1e9

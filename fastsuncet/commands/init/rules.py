@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fastsuncet.errors import ConfigError
 from fastsuncet.models.flops import memory_estimate, network_cost
 from pipelines.datasets.index import ImageIndex
 
@@ -99,18 +98,6 @@ class _Batch:
     @property
     def views(self) -> int:
         return 2 * self.unlabeled + self.classes * self.per_class
-
-
-def require_learnable(s: Survey) -> None:
-    """Raise ConfigError for images that no method can learn from: fewer than four, or labels of one class."""
-    if s.images - s.bad < 4:
-        raise ConfigError(
-            f"{s.images - s.bad} usable images are too few to learn from: at least 4 are needed"
-        )
-    if s.labels and s.classes < 2:
-        raise ConfigError(
-            "all labels are of one class, so there is nothing to tell apart: label a second class, or use no labels"
-        )
 
 
 def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scratch: str = "") -> Proposal:
