@@ -110,6 +110,7 @@ def _about(field: str) -> list[str]:
 def cards() -> Finding:
     """Find the GPUs that torch can use, or the reason why it can use none."""
     import torch
+    from torch.cuda import nccl
 
     from fastsuncet.distributed.place import pick_device
 
@@ -122,19 +123,8 @@ def cards() -> Finding:
         return Finding("problem", str(error))
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     kinds = sorted({f"{c.name}, {c.total_memory / 1e9:.0f} GB, {c.major}.{c.minor}" for c in found})
-    return Finding("ok", f"{len(found)} x {'; '.join(kinds)} (CUDA {torch.version.cuda})")
-
-
-def nccl() -> Finding:
-    """Find the library that GPUs communicate with."""
-    import torch
-
-    if torch.version.cuda is None or not torch.distributed.is_nccl_available():
-        advice = "needed only for several GPUs; processes on CPUs use gloo"
-        return Finding("absent", "this torch has no NCCL", advice)
-    from torch.cuda.nccl import version
-
-    return Finding("ok", ".".join(map(str, version())))
+    library = "NCCL {}.{}.{}".format(*nccl.version()) if torch.distributed.is_nccl_available() else "no NCCL"
+    return Finding("ok", f"{len(found)} x {'; '.join(kinds)} (CUDA {torch.version.cuda}, {library})")
 
 
 def nvrtc() -> Finding:
@@ -215,9 +205,9 @@ def shared_memory() -> Finding:
     """Look at the size of /dev/shm, which NCCL needs between the GPUs of one machine."""
     import torch
 
-    if not os.path.isdir("/dev/shm"):
-        return Finding("absent", "no /dev/shm", "needed only for several GPUs in one machine")
-    size = f"{(total := shutil.disk_usage('/dev/shm').total / 1e9):,.2f} GB"
+    size = (
+        f"{(total := shutil.disk_usage('/dev/shm').total / 1e9 if os.path.isdir('/dev/shm') else 0):,.2f} GB"
+    )
     # Docker's default of 64 MB is too little.
     too_small = total < 0.25 and torch.cuda.device_count() > 1
     return Finding("problem", size, "docker run --shm-size=1g") if too_small else Finding("ok", size)
@@ -235,7 +225,6 @@ EXAMINATIONS: Examinations = [
     ("python", python),
     *((name, partial(required, name)) for name in ("torch", "torchvision", "timm", "pydantic")),
     ("GPU", cards),
-    ("NCCL", nccl),
     ("NVRTC", nvrtc),
     ("DALI", dali),
     ("views", view_operator),

@@ -151,19 +151,6 @@ def _require_replaceable(target: Path, force: bool) -> None:
 
     --force replaces them, but removes nothing else from a folder, such as a .git.
     """
-    names = _changed(target)
-    if force:
-        names = [name for name in names if target.is_dir() and name not in FOLDER_FILES]
-    if names:
-        remedy = "Move them away, or choose" if force else "Move them away, add --force, or choose"
-        raise ConfigError(
-            f"{target} is not replaced: no export wrote {first_five(names)}, or it was changed since. {remedy} another "
-            "--output"
-        )
-
-
-def _changed(target: Path) -> list[str]:
-    """Return the names of the files at `target` that are not as an export wrote them."""
     about = record_path(target / WEIGHTS if target.is_dir() else target)
     # A kill can leave a file without its record.
     paths = target.iterdir() if target.is_dir() else (target, about) if about.exists() else ()
@@ -175,11 +162,18 @@ def _changed(target: Path) -> list[str]:
         known = dict(record["files"])
         if _sha256(atomic_files.as_json(record)) == own:
             known[about.name] = _sha256(content)
-    return sorted(
+    changed = sorted(
         path.name
         for path in paths
         if path.is_symlink() or not path.is_file() or _sha256(path.read_bytes()) != known.get(path.name)
     )
+    if force:
+        changed = [name for name in changed if target.is_dir() and name not in FOLDER_FILES]
+    if changed:
+        raise ConfigError(
+            f"{target} is not replaced: no export wrote {first_five(changed)}, or it was changed since. Move them "
+            f"away, {'' if force else 'add --force, '}or choose another --output"
+        )
 
 
 def _is_of(checkpoint: Path, weights: Path) -> bool:
