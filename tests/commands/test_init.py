@@ -191,25 +191,11 @@ def test_init_refuses_options_and_writes_nothing(photos, capsys, words, code, sa
     assert said in capsys.readouterr().err and not Path("mine.yaml").exists()
 
 
-def test_init_names_a_missing_folder_before_an_output_that_exists(photos, capsys):
-    Path("mine.yaml").touch()
-    for folder, code, said in (("gone", 3, "no data folder gone"), ("photos", 2, "mine.yaml exists")):
-        assert run(folder) == code and said in capsys.readouterr().err
-
-
 def test_init_refuses_too_few_images_before_it_times_the_machine(photos, monkeypatch, capsys):
     monkeypatch.setattr(survey, "machine", mock.Mock(side_effect=AssertionError))
     for i in range(10):
         (photos / f"{i}.jpg").write_bytes(b"")
     assert run("photos") == 2 and "2 usable images are too few" in capsys.readouterr().err
-
-
-def test_init_asks_whether_folders_below_the_classes_are_the_classes(photos, capsys):
-    for i, path in enumerate(sorted(photos.iterdir())):
-        path.rename(write_image(photos / "ab"[i % 2] / ("cat", "dog")[i // 6] / path.name))
-    assert run("photos") == 0
-    said = "note     each class has folders of its own: a/cat, a/dog, b/cat, b/dog. Are"
-    assert said in capsys.readouterr().out
 
 
 def test_init_weights(photos, monkeypatch, capsys):

@@ -16,7 +16,6 @@ from fastsuncet.distributed.place import expected_ranks
 from fastsuncet.errors import ConfigError
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
-from pipelines.datasets.folders import existing_folder
 from pipelines.datasets.index_file import save_index
 from pipelines.output import duration, say_line
 
@@ -28,7 +27,6 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     an output that exists and for hours, weights or images that no config fits, DataError for images and labels that
     cannot be read.
     """
-    existing_folder(folder)
     refuse_existing(output, None)
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output} must end in .yaml")

@@ -119,10 +119,6 @@ def _described(index: ImageIndex, good: np.ndarray, sides: np.ndarray, counts: n
     else:
         text = "none"
     lines.append(f"{'labels':<9}{text}")
-    parts = [index.name(i).split("/") for i in range(len(index))]
-    if min(map(len, parts)) > 2 and {each[0] for each in parts} == set(index.classes):
-        below = first_five(sorted({"/".join(each[:2]) for each in parts}))
-        lines.append(f"{'note':<9}each class has folders of its own: {below}. Are these the classes?")
     alike = Counter(map(plain, index.classes))
     if same := [name for name in index.classes if alike[plain(name)] > 1]:
         text = "classes that differ only in upper and lower case, or in the Unicode form"
