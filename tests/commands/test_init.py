@@ -240,15 +240,10 @@ def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos
     assert ("without 1 validation images" in capsys.readouterr().out) == held_out
 
 
-@pytest.mark.parametrize(("room", "passes"), [(3600, 5), (0, 1)])
-def test_machine_times_a_step(monkeypatch, room, passes):
+def test_machine_times_a_step(monkeypatch):
     monkeypatch.setattr(survey, "pick_device", lambda *_: torch.device("cpu"))
-    monkeypatch.setattr(survey, "STEP_SECONDS", room)
     monkeypatch.setattr(survey, "build_model", lambda name: build_model("resnet_tiny"))
-    began = mock.Mock(side_effect=torch.autocast)
-    monkeypatch.setattr(survey.torch, "autocast", began)
     found = survey.machine()
-    assert began.call_count == passes
     assert found.device == "cpu" and 1e8 < found.macs_per_second < 1e14 and found.memory > 1e9
 
 
