@@ -81,14 +81,20 @@ def opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
     return image_list(files, upright=upright), [str(file) for file in files]
 
 
-def check_output(output: Path, endings: tuple[str, ...], force: bool) -> None:
-    """Raise ConfigError for an output that exists, has another ending, or needs a package that is missing."""
+def check_output(output: Path, endings: tuple[str, ...], force: bool, *, page: bool = False) -> Path:
+    """Raise ConfigError for an output that exists, has another ending, or needs a package that is missing.
+
+    Return the path of its page, which exists neither if it has one.
+    """
     if output.suffix not in endings:
         raise ConfigError(f"--output {output} must end in {' or '.join(endings)}")
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         other = next(ending for ending in endings if ending != ".parquet")
         raise ConfigError(f"a .parquet file needs pyarrow: pip install pyarrow, or write a {other} file")
-    refuse_existing(output, force)
+    shown = output.with_suffix(".html")
+    for path in (output, shown) if page else (output,):
+        refuse_existing(path, force)
+    return shown
 
 
 def encoder_of(where: Path | Config) -> tuple[Encoder, Config]:
@@ -279,11 +285,7 @@ class FolderPass:
 def embed(
     where: Path, folder: Path, output: Path, *, batch: int = 256, force: bool = False, skip_bad: bool = False
 ) -> None:
-    """Write the features and names of the images below `folder` to `output`, by the encoder in `where`.
-
-    Raises ConfigError for an output that exists or has another ending than FORMATS, and for names too long for an
-    array; DataError for a bad image, CheckpointError for a disk that refuses.
-    """
+    """Write the features and names of the images below `folder` to `output`, by the encoder in `where`."""
     check_output(output, FORMATS, force)
     encoder = load_encoder(where)
     view = known_view(encoder)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
+from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.embed import (
     ANY_NUMBER,
     FolderPass,
@@ -57,15 +57,8 @@ def predict(
     skip_bad: bool = False,
     page: bool = False,
 ) -> None:
-    """Write the two most probable classes of each image below `folder` to `output`, by the run `where`.
-
-    Raises ConfigError for an output that exists or has another ending than FORMATS, DataError for missing labels or a
-    bad image, CheckpointError for a disk that refuses.
-    """
-    check_output(output, FORMATS, force)
-    shown = output.with_suffix(".html")
-    if page:
-        refuse_existing(shown, force)
+    """Write the two most probable classes of each image below `folder` to `output`, by the run `where`."""
+    shown = check_output(output, FORMATS, force, page=page)
 
     def save(path: Path, rows: np.ndarray) -> None:
         _save(path, _predictions(rows, names, classifier.classes))

@@ -38,9 +38,6 @@ def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -
     """Draw part of what `step` of a run of `config` on one process sees, on the CPU, into `path`; return `path`.
 
     The trackers that `config` names get the picture too.
-
-    Raises ConfigError for a name that is not a picture's, for a file that is there, unless with `force`, and without
-    matplotlib; CheckpointError where it cannot be written.
     """
     if problem := drawing_problem():
         raise ConfigError(problem)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
+from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.commands.embed import (
     ANY_NUMBER,
     FolderPass,
@@ -44,15 +44,8 @@ class Suggestions(NamedTuple):
 def suggest(
     where: Path | Config, output: Path, *, count: int = 50, page: bool = False, force: bool = False
 ) -> None:
-    """Write `count` images of the run's data that have no label to `output`.
-
-    Raises ConfigError for an output that exists or does not end in .csv, DataError where fewer images have no label,
-    CheckpointError for a disk that refuses.
-    """
-    check_output(output, (".csv",), force)
-    shown = output.with_suffix(".html")
-    if page:
-        refuse_existing(shown, force)
+    """Write `count` images of the run's data that have no label to `output`."""
+    shown = check_output(output, (".csv",), force, page=page)
     found = suggestions(where, count, page=page)
     text = labeling_page(found.names, found.pictures, found.classes, found.guesses) if page else ""
     with disk_errors(output, "--output"):

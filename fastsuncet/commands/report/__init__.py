@@ -61,9 +61,7 @@ def report(
     """Write everything into `output` and return its report.md; the same inputs give the same bytes.
 
     `baseline` is a run to compare with, `metrics` what to draw (top1, else KNN), `figures` those of the paper to draw
-    too; `lengths` merges runs that differ only in length into one curve of their final checkpoints. Raises DataError
-    where there is nothing to report, ConfigError for a metric or figure that does not exist, CheckpointError if the
-    disk refuses.
+    too; `lengths` merges runs that differ only in length into one curve of their final checkpoints.
     """
     if baseline:
         read_config(baseline)
@@ -224,7 +222,9 @@ def saved_plain(savings: list[Saving]) -> Table:
     rows = []
     for s in savings:
         shares = [100 * share for share in s.shares] if s.shares else [None, None]
-        known = s.shares and s.baseline_epochs and s.cost == "petaflops"
+        epochs = None
+        if s.shares and s.baseline_epochs and s.cost == "petaflops":
+            epochs = s.shares[0] * s.baseline_epochs
         start = [
             s.method,
             s.baseline,
@@ -236,7 +236,6 @@ def saved_plain(savings: list[Saving]) -> Table:
             s.target,
             s.reference,
         ]
-        epochs = s.shares[0] * s.baseline_epochs if known else None
         rows.append([*start, *(s.needed or (None, None)), *shares, int(s.at_first), epochs])
     return head.split(), rows
 

@@ -181,7 +181,7 @@ def draw_saved(savings: list[Saving], printed: dict[tuple, float], folder: Path)
     A row for each method, measurement and metric: the mean over the seeds by linear interpolation, each seed as a small
     point, and the percentages that the paper prints.
     """
-    rows: dict[tuple, list[Saving]] = {}
+    rows: dict[tuple[str, str, str], list[Saving]] = {}
     for s in savings:
         if (s.cost, s.rule) in SAVED:
             rows.setdefault((s.method, str(s.measurement), s.metric), []).append(s)

@@ -52,7 +52,9 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
             setting["data"] = setting.pop("validation", images[run])
     # Over all runs: a setting that differs in one of them makes two measurements in all of them.
     splitting, notes = compare_settings([record for found in records.values() for record in found])
-    homes = {run.resolve(): (str(run), methods.name(config), config) for run, config in configs.items()}
+    homes: dict[Path, tuple[str, str, Config | None]] = {
+        run.resolve(): (str(run), methods.name(config), config) for run, config in configs.items()
+    }
     table: dict[tuple[Path, Measurement], dict[int | None, list[Point]]] = defaultdict(
         lambda: defaultdict(list)
     )
