@@ -21,6 +21,7 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import LABELED, UNLABELED, PairedStream
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
+from fastsuncet.evaluation.confusion import shown_name
 from fastsuncet.metrics.trackers import Trackers, require_packages
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
@@ -29,7 +30,6 @@ from pipelines.loader import Loader
 from pipelines.sampling.step_plan import BatchDraws, Plan
 
 COLUMNS = 8
-CAPTION = 22  # characters
 
 Pictures = list[tuple[np.ndarray, str]]  # (H, W, 3) in [0, 1], and a caption
 
@@ -62,7 +62,7 @@ def preview(config: Config, path: Path, *, step: int = 0, force: bool = False) -
         for axis, (picture, caption) in zip(line, pictures):
             axis.imshow(picture, interpolation="nearest")
             # With `y`, because matplotlib would look for room between the ticks of each picture.
-            axis.set_title(short_name(caption), y=1, fontsize=7, pad=2, parse_math=False)
+            axis.set_title(shown_name(caption), y=1, fontsize=7, pad=2, parse_math=False)
         line[0].text(-0.12, 0.5, title, transform=line[0].transAxes, ha="right", va="center", fontsize=9)
     figure.suptitle(f"{config.logging.write_tag}, step {step}", fontsize=10)
     ConstrainedLayoutEngine().execute(figure)  # once: a figure's own engine draws it again for each file
@@ -119,12 +119,6 @@ def _labeled(config: Config, stream: PairedStream, step: int) -> Pictures:
     pairs = np.arange(plan.batch).reshape(-1, classes)[:2, : COLUMNS // 2].T.ravel()
     (pictures, *_), draws = _views(config, SomeRows(plan, pairs), config.data.backend, step)
     return [(picture, stream.index.classes[label]) for picture, label in zip(pictures, draws.labels)]
-
-
-def short_name(name: str) -> str:
-    """Return as much of a name as fits above a picture: its end, after dots where it was cut; names are bytes."""
-    name = name.encode(errors="replace").decode()
-    return name if len(name) <= CAPTION else f"...{name[3 - CAPTION :]}"
 
 
 class SomeRows(Plan):

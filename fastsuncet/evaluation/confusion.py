@@ -77,7 +77,7 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     matrix.xaxis.set_label_position("top")
     if len(names) <= NAMED:
         size = 11 if len(names) <= NUMBERED else 7
-        shown = list(map(_shown, names))
+        shown = list(map(shown_name, names))
         matrix.set_xticks(range(len(names)), shown, rotation=90, fontsize=size, parse_math=False)
         matrix.set_yticks(range(len(names)), shown, fontsize=size, parse_math=False)
     if len(names) <= NUMBERED:
@@ -103,7 +103,7 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     return stream.getvalue()
 
 
-def _shown(name: str) -> str:
+def shown_name(name: str) -> str:
     """Return a name that can be drawn, of a long one both ends: a folder's name is bytes, and can hold line breaks."""
     cut = name if len(name) <= LONGEST else f"{name[:9]}…{name[-(LONGEST - 10) :]}"
     return "".join(x if x.isprintable() else "?" for x in cut)
@@ -117,7 +117,7 @@ def _most_confused(true: np.ndarray, other: np.ndarray, count: np.ndarray, names
     wrong, images = true != other, np.bincount(true, count, len(names)).astype(int)
     pairs = [i for i in np.lexsort((other, true, -count)) if wrong[i]][:PAIRS]
     lines = [
-        f"{count[i]:>5,} of {images[true[i]]:>5,}  {_shown(names[true[i]])} as {_shown(names[other[i]])}"
+        f"{count[i]:>5,} of {images[true[i]]:>5,}  {shown_name(names[true[i]])} as {shown_name(names[other[i]])}"
         for i in pairs
     ]
     accuracy = np.bincount(true[~wrong], count[~wrong], len(names)) / np.maximum(1, images)
@@ -127,5 +127,5 @@ def _most_confused(true: np.ndarray, other: np.ndarray, count: np.ndarray, names
         *lines,
         "",
         "least accurate classes",
-        *(f"{100 * accuracy[i]:>5.1f} % of {images[i]:>5,}  {_shown(names[i])}" for i in worst),
+        *(f"{100 * accuracy[i]:>5.1f} % of {images[i]:>5,}  {shown_name(names[i])}" for i in worst),
     ]

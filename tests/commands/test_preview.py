@@ -7,7 +7,7 @@ from PIL import Image
 
 import fastsuncet.commands.preview as module
 from fastsuncet import versions
-from fastsuncet.commands.preview import COLUMNS, preview, sheet, short_name
+from fastsuncet.commands.preview import COLUMNS, preview, sheet
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.place import Place
@@ -87,8 +87,3 @@ def test_preview_writes_a_picture_or_says_why_not(tmp_path, monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda package: None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         preview(config, tmp_path / "views.png")
-
-
-def test_caption_marks_a_name_that_was_cut():
-    assert short_name("c01/n02012849_crane.JPEG") == "...02012849_crane.JPEG"
-    assert short_name("cat/22_characters.JPEG") == "cat/22_characters.JPEG"

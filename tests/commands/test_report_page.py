@@ -11,7 +11,6 @@ from PIL import Image
 from fastsuncet.cli import main
 from fastsuncet.commands.report import figures, page
 from fastsuncet.commands.report.figures import draw_lines
-from fastsuncet.config import load_config
 from tests.support.reports import make_run, result, write_lines
 from tests.support.runs import Killed, kill
 
@@ -96,14 +95,6 @@ def test_page_names_a_collapse_and_labels_that_were_learned(run, plain):
     path = next((run / "results").glob("*.json"))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"learned": 9}))
     assert page.as_html(run).count("(too high: on labels that the network has learned from)") == 1
-
-
-def test_page_does_not_name_the_command_that_wrote_it(run, plain):
-    config = run / "config.yaml"
-    values = {"data.validation": None, "evaluation.knn_every_epochs": None}
-    config.write_text(load_config(config).with_values(values).to_yaml())
-    text = page.as_html(run)
-    assert "fastsuncet predict" in text and "fastsuncet report" not in text
 
 
 def test_page_of_a_moved_run_evaluates_it_and_not_what_its_config_names(tmp_path, plain):

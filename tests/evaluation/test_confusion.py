@@ -25,7 +25,7 @@ def test_confusion_picture_lists_pairs_and_classes_by_name():
         " 50.0 % of     8  cow",
         " 62.5 % of     8  cat",
     ]
-    assert confusion._shown("x" * 60 + "12") == "x" * 9 + "…" + "x" * 8 + "12"
+    assert confusion.shown_name("x" * 60 + "12") == "x" * 9 + "…" + "x" * 8 + "12"
 
 
 @pytest.mark.slow

@@ -228,9 +228,8 @@ def _weights(run: Path, config: Config) -> list[str]:
     if not found:
         return ["<p>No checkpoint yet.</p>"]
     rows = "".join(f"<li><code>{html.escape(str(path))}</code></li>" for path in found)
-    # Not the command that writes this page.
-    shown = (command for command in export.next_commands(run, config) if " report --page " not in command)
-    return [f"<ul>{rows}</ul>", f"<pre>{html.escape(chr(10).join(shown))}</pre>"]
+    commands = "\n".join(export.next_commands(run, config))
+    return [f"<ul>{rows}</ul>", f"<pre>{html.escape(commands)}</pre>"]
 
 
 def _views(run: Path) -> str:
