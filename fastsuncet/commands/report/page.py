@@ -33,7 +33,6 @@ from fastsuncet.config.schema import DEFAULTS
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics import writer
 from fastsuncet.metrics.rankme import RANKS, collapse_warning
-from fastsuncet.metrics.results import FOLDER as RESULTS
 from fastsuncet.metrics.results import read_results, tuning_of
 from fastsuncet.training import methods
 from fastsuncet.versions import drawing_problem
@@ -50,36 +49,8 @@ Json = dict[str, Any]
 def write_page(run: Path, *, refresh: bool = False) -> Path:
     """Write RUN/page.html in one step and return it; with `refresh` a browser reads it again every EVERY seconds.
 
-    Raises DataError for a folder that is no run's, CheckpointError if the disk refuses.
+    All text in it is escaped.
     """
-    path = run / NAME
-    text = as_html(run, refresh=refresh)
-    with disk_errors(path):
-        # The folder's name is bytes: one that is not UTF-8 is shown with question marks.
-        atomic_files.replace(path, text.encode(errors="replace"))
-    return path
-
-
-def watch(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> None:
-    """Write the pages of `runs` anew whenever a run goes on, until all of them are done."""
-    seen: dict[Path, dict] = {}
-    while True:
-        going = [run for run in runs if atomic_files.read_object(run / "status.json").get("state") != "done"]
-        for run in runs:
-            # What changes when a run goes on, or is evaluated.
-            files = [run / name for name in (writer.JSONL, "status.json", VIEWS)]
-            files += (run / RESULTS).glob("*.json")
-            stamp = {path: path.stat().st_mtime_ns for path in files if path.exists()}
-            if stamp != seen.get(run):
-                path, seen[run] = write_page(run, refresh=run in going), stamp
-                say_line(f"wrote {path}")
-        if not going:
-            return
-        wait(EVERY)
-
-
-def as_html(run: Path, *, refresh: bool = False) -> str:
-    """Return the page of the run in folder `run`. All text is escaped."""
     config, status = read_config(run), atomic_files.read_object(run / "status.json")
     lines = writer.read(run / writer.JSONL) if (run / writer.JSONL).is_file() else []
     of = {kind: [line for line in lines if line["kind"] == kind] for kind in ("chosen", "train", "knn")}
@@ -114,7 +85,28 @@ def as_html(run: Path, *, refresh: bool = False) -> str:
         rows.append(("precision", line.get("precision")))
         rows.append(("fast paths", ", ".join(line.get("paths") or []) or "none"))
     parts += ["<h2>Environment</h2>", _facts(rows)]
-    return html_page("run", name, "\n".join(parts), head=again)
+    with disk_errors(run / NAME):
+        # The folder's name is bytes: one that is not UTF-8 is shown with question marks.
+        text = html_page("run", name, "\n".join(parts), head=again)
+        atomic_files.replace(run / NAME, text.encode(errors="replace"))
+    return run / NAME
+
+
+def watch(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> None:
+    """Write the pages of `runs` anew whenever a run goes on, until all of them are done."""
+    seen: dict[Path, int] = {}
+    while True:
+        going = [run for run in runs if atomic_files.read_object(run / "status.json").get("state") != "done"]
+        for run in runs:
+            # The metrics, the status, the folder of the results: what changes when a run goes on or is evaluated.
+            times = (path.stat().st_mtime_ns for path in run.glob("[!.]*") if path.name != NAME)
+            newest = max(times, default=0)
+            if newest != seen.get(run):
+                seen[run] = newest
+                say_line(f"wrote {write_page(run, refresh=run in going)}")
+        if not going:
+            return
+        wait(EVERY)
 
 
 def _text(value: Any) -> str:
