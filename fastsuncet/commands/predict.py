@@ -36,8 +36,6 @@ COLUMNS = ("file", "class", "probability", "second_class", "second_probability")
 class TwoBest(nn.Module):
     """Images (B, 3, S, S) to (B, 4) float32: number and probability of the most probable class, then of the second."""
 
-    width = 4
-
     def __init__(self, encoder: nn.Module, layer: nn.Module):
         super().__init__()
         self.encoder, self.layer = encoder, layer
@@ -115,7 +113,7 @@ def _begun(
     view = known_view(encoder)
     index, names = opened(images, view.upright)
     network = TwoBest(encoder.module, classifier.layer)
-    return FolderPass(network, network.width, index, view, place, batch, skip_bad), names, classifier
+    return FolderPass(network, 4, index, view, place, batch, skip_bad), names, classifier
 
 
 def _predictions(

@@ -34,11 +34,9 @@ class Suggestions(NamedTuple):
     """Images to label, and among how many they were found."""
 
     names: list[str]  # as a labels.csv has them, the first to label first
-    pictures: list[str]  # for a page
-    classes: tuple[str, ...]  # those of the labels so far
     labeled: int
     unlabeled: int
-    guesses: list[dict[str, float]]  # for a page: of each image its two best classes, if any
+    page: str  # to label them on, if it was asked for
 
 
 def suggest(
@@ -47,10 +45,9 @@ def suggest(
     """Write `count` images of the run's data that have no label to `output`."""
     shown = check_output(output, (".csv",), force, page=page)
     found = suggestions(where, count, page=page)
-    text = labeling_page(found.names, found.pictures, found.classes, found.guesses) if page else ""
     with disk_errors(output, "--output"):
         if page:  # first: of the two it is the one that a full disk refuses
-            atomic_files.replace(shown, text.encode())
+            atomic_files.replace(shown, found.page.encode())
         atomic_files.replace(output, csv_table([("file", "label"), *((name, "") for name in found.names)]))
     say_line(f"wrote {output}: {count:,} of {found.unlabeled:,} images without a label")
     if (labels := found.labeled + count) > SHOWN_TO_HELP:
@@ -65,8 +62,7 @@ def suggest(
 def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Suggestions:
     """Return the images that `suggest` writes. Raises DataError where fewer than `count` have no label.
 
-    With `page` it adds what a page shows: the pictures, and their classes as the linear classifier of the run, which is
-    fitted if there is none yet, guesses them.
+    A page also has the classes as the linear classifier of the run, which is fitted if there is none yet, guesses them.
     """
     place = one_process()
     encoder, config = encoder_of(where)
@@ -95,10 +91,7 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
     features, known = (torch.from_numpy(x).to(place.device) for x in (values, labeled[pool]))
     rows = typical(features, known, count, config.meta.seed)
     chosen = pool[rows.cpu().numpy()].tolist()
-    pictures, guesses = [], []
-    if page:
-        content = index.content if index.pixels is None else index.pixels.__getitem__
-        pictures = [thumbnail(content(i), LARGE_SIDE) for i in chosen]
+    names, guesses, shown = [index.name(i) for i in chosen], [], ""
     if page and len(np.unique(index.labels[pool[labeled[pool]]])) > 1:
         run = run_of(encoder, config)
         classifier, _ = run_classifier(encoder, config, place, run, skip_bad=True)
@@ -108,14 +101,11 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
             {classifier.classes[label]: probability for label, probability in zip(*each, strict=True)}
             for each in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
-    return Suggestions(
-        [index.name(i) for i in chosen],
-        pictures,
-        index.classes,
-        int(labeled.sum()) + len(images.held_out or ()),
-        len(unlabeled),
-        guesses,
-    )
+    if page:
+        content = index.content if index.pixels is None else index.pixels.__getitem__
+        pictures = [thumbnail(content(i), LARGE_SIDE) for i in chosen]
+        shown = labeling_page(names, pictures, index.classes, guesses)
+    return Suggestions(names, int(labeled.sum()) + len(images.held_out or ()), len(unlabeled), shown)
 
 
 def _require_unlabeled(left: int, count: int, config: Config) -> None:
