@@ -53,12 +53,11 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     names = list(dict.fromkeys([*classes, *predicted]))
     column = {name: i for i, name in enumerate(names)}
     cells = [
-        (column[name], column[other], count)
+        (column[name], column[other], count, count / of["images"])
         for name, of in classes.items()
         for other, count in of["predicted"].items()
     ]
-    true, other, count = np.array(cells).T
-    shares = count / np.bincount(true, count, len(names))[true]
+    true, other, _, shares = map(np.array, zip(*cells))
     side = min(len(names), CELLS)
     place = np.arange(len(names)) * side // len(names)
     both = np.zeros((2, side, side))
@@ -81,11 +80,11 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
         matrix.set_xticks(range(len(names)), shown, rotation=90, fontsize=size, parse_math=False)
         matrix.set_yticks(range(len(names)), shown, fontsize=size, parse_math=False)
     if len(names) <= NUMBERED:
-        for (row, at, images), share in zip(cells, shares):
+        for row, at, images, share in cells:
             color = "white" if share > 0.35 else "black"
             matrix.text(at, row, f"{images:,}", ha="center", va="center", color=color, fontsize=10)
     text.set_axis_off()
-    lines = "\n".join(_most_confused(true, other, count, names))
+    lines = "\n".join(_most_confused(classes))
     style = {"va": "top", "family": ["monospace", "sans-serif"], "fontsize": 9, "parse_math": False}
     # Out of the layout, which would else make both sides wider than the picture and cut the names below the matrix.
     text.text(0, 1, lines, **style, transform=text.transAxes).set_in_layout(False)
@@ -109,23 +108,24 @@ def shown_name(name: str) -> str:
     return "".join(x if x.isprintable() else "?" for x in cut)
 
 
-def _most_confused(true: np.ndarray, other: np.ndarray, count: np.ndarray, names: list[str]) -> list[str]:
-    """Return, in words, the pairs of classes with most images and the classes of the lowest accuracy.
-
-    `count` images of the class `true` are predicted as `other`, int64 (n,) each.
-    """
-    wrong, images = true != other, np.bincount(true, count, len(names)).astype(int)
-    pairs = [i for i in np.lexsort((other, true, -count)) if wrong[i]][:PAIRS]
-    lines = [
-        f"{count[i]:>5,} of {images[true[i]]:>5,}  {shown_name(names[true[i]])} as {shown_name(names[other[i]])}"
-        for i in pairs
+def _most_confused(classes: dict[str, dict[str, Any]]) -> list[str]:
+    """Return, in words, the pairs of classes with most images and the classes of the lowest accuracy."""
+    pairs = [
+        (count, of["images"], name, other)
+        for name, of in classes.items()
+        for other, count in of["predicted"].items()
+        if other != name
     ]
-    accuracy = np.bincount(true[~wrong], count[~wrong], len(names)) / np.maximum(1, images)
-    worst = [i for i in np.argsort(accuracy, kind="stable") if images[i]][:WORST]
+    pairs.sort(key=lambda pair: -pair[0])
+    worst = sorted(classes.items(), key=lambda each: each[1]["accuracy"])[:WORST]
+    wrong, images = sum(pair[0] for pair in pairs), sum(of["images"] for of in classes.values())
     return [
-        f"most confused, of {count[wrong].sum():,} wrong of {count.sum():,}",
-        *lines,
+        f"most confused, of {wrong:,} wrong of {images:,}",
+        *(
+            f"{n:>5,} of {of:>5,}  {shown_name(name)} as {shown_name(other)}"
+            for n, of, name, other in pairs[:PAIRS]
+        ),
         "",
         "least accurate classes",
-        *(f"{100 * accuracy[i]:>5.1f} % of {images[i]:>5,}  {shown_name(names[i])}" for i in worst),
+        *(f"{100 * of['accuracy']:>5.1f} % of {of['images']:>5,}  {shown_name(name)}" for name, of in worst),
     ]

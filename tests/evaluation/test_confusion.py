@@ -13,8 +13,9 @@ from fastsuncet.evaluation.scoring import per_class
 
 
 def test_confusion_picture_lists_pairs_and_classes_by_name():
-    cells = np.array([(0, 0, 5), (0, 1, 3), (1, 1, 8), (1, 2, 1), (2, 2, 4), (2, 0, 4)]).T
-    lines = confusion._most_confused(*cells, ["cat", "dog", "cow"])
+    cells = [(0, 0)] * 5 + [(0, 1)] * 3 + [(1, 1)] * 8 + [(1, 2)] + [(2, 2), (2, 0)] * 4
+    truth, predicted = torch.tensor(cells).T
+    lines = confusion._most_confused(per_class(predicted, truth, ["cat", "dog", "cow"]))
     assert lines[:8] == [
         "most confused, of 8 wrong of 25",
         "    4 of     8  cow as cat",
