@@ -216,10 +216,12 @@ def _written(pixels: np.ndarray, folder: Path, *, fixed: bool) -> list[Path]:
     atomic_files.make_folder(folder)
     paths = [folder / f"{i:08d}.png" for i in range(len(pixels))]
     for path, image in zip(paths, pixels):
-        there = _pixels_of(path)
-        if there is not None and np.array_equal(there, image):
+        same = None  # of a file that is lost or damaged
+        with suppress(OSError, SyntaxError, ValueError), PIL.Image.open(path) as there:
+            same = np.array_equal(np.asarray(there), image)
+        if same:
             continue
-        if fixed and there is not None:
+        if fixed and same is False:
             raise DataError(
                 f"{path} has other pixels, and the run learns from these: give the new run another "
                 f"logging.write_tag, or delete {folder.parent}"
@@ -228,15 +230,6 @@ def _written(pixels: np.ndarray, folder: Path, *, fixed: bool) -> list[Path]:
         PIL.Image.fromarray(image).save(stream, "PNG")
         atomic_files.replace(path, stream.getvalue())
     return paths
-
-
-def _pixels_of(path: Path) -> np.ndarray | None:
-    """Return the pixels of a PNG file, None for a file that is lost or damaged."""
-    try:
-        with PIL.Image.open(path) as image:
-            return np.asarray(image)
-    except (OSError, SyntaxError, ValueError):
-        return None
 
 
 @in_a_callers_process()

@@ -97,14 +97,10 @@ class Group:
     name: str  # the method, and what distinguishes it from another group of that method
     curves: tuple[Curve, ...]
 
-    @property
-    def published(self) -> bool:
-        """Whether this is the paper's."""
-        return self.curves[0].published
-
     def rivals(self, other: "Group") -> bool:
         """Return whether the cost of the two can be compared: both the paper's or none, of the same images."""
-        images = [(each.published, dict(each.curves[0].settings).get("data")) for each in (self, other)]
+        ours, theirs = self.curves[0], other.curves[0]
+        images = [(each.published, dict(each.settings).get("data")) for each in (ours, theirs)]
         return other is not self and images[0] == images[1]
 
     def common(self, metric: str) -> list[Seeds]:
@@ -221,5 +217,5 @@ def _baseline(groups: list[Group], run: str | None) -> Group | None:
         homes = {name: g for g in groups for curve in g.curves for name in (curve.run, *curve.merged)}
         return next((group for name, group in homes.items() if Path(name).resolve() == home), None)
     without = [group for group in groups if not group.curves[0].supervised]
-    without = [group for group in without if not group.published] or without
+    without = [group for group in without if not group.curves[0].published] or without
     return without[0] if len(without) == 1 else None

@@ -120,7 +120,7 @@ def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str
             color=color,
             marker=MARKERS[i % len(MARKERS)],
             linestyle=DASHES[i % len(DASHES)],
-            markerfacecolor="white" if group.published else color,
+            markerfacecolor="white" if group.curves[0].published else color,
             zorder=3,
             label=f"{group.name}, mean of {seeds} seeds" if seeds > 1 else group.name,
         )
