@@ -19,7 +19,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import EngFormatter, MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
 from fastsuncet.commands.report.compute_saved import Saving, crossing, reached
 from fastsuncet.commands.report.curves import COSTS, KNN, NAMES, Group, Panel, scale
@@ -156,9 +156,8 @@ def draw_lines(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) 
             few = {"marker": MARKERS[i], "markersize": 4} if len(points) <= 30 else {}
             axes.plot(*zip(*points), color=COLORS[i], linestyle=DASHES[i], label=label, **few)
         axes.set_title(title, loc="left", fontsize=10, pad=18 if len(curves) > 1 else None)
-        # matplotlib's usual ticks, at whole updates only: those of a single point would all have its number.
-        ticks = MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1)
-        axes.xaxis.set_major_locator(ticks)
+        # Only at whole updates: the ticks of a single point would all have its number.
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         if len(curves) > 1:  # above the panel, where no curve is
