@@ -357,8 +357,8 @@ def fit_classifier(
         layer = NearestNeighbors(head, projections, labels, torch.tensor([method, t]))
     else:
         options = {"strength": strength, "max_iterations": config.linear.max_iterations}
-        weight, bias = fit_linear(features, labels, count, **options).of_raw_features()
-        layer = linear_layer(weight / t, bias / t)
+        fit = fit_linear(features, labels, count, **options)
+        layer = linear_layer(fit.weight / t, fit.bias / t)
         kind = f"{LINEAR}, strength {strength:g}"
     what = (len(labels), judged, BY_FOLDS.format(judged), int(known.sum()), accuracy, calibration)
     return Classifier(layer.to("cpu"), classes, Worth(kind, *what, because))

@@ -91,14 +91,12 @@ def online_knn(
     """Return what is measured during training: the k-NN accuracy, and RankMe of the same validation images.
 
     "knn_accuracy" is the share of validation images that their k nearest training images classify correctly, and
-    "knn_supports" the number of these. Supports are the labeled images of the run's split. A run without labels
-    (SimCLR), or with all, uses up to MOST_SUPPORTS training images of known class: without labels, the number says what
-    a classifier with labels could find. Training images in `bad` are left out. "rankme" is of the embeddings z, as in
-    its paper, and "rankme_features" of the encoder's output h, which k-NN compares: one pass over the images gives
-    both.
+    "knn_supports" the number of these: the labeled images of the run's split without those in `bad`, or without labels
+    (SimCLR), or with all, up to MOST_SUPPORTS training images of known class. "rankme" is of the embeddings z, as in
+    its paper, and "rankme_features" of the encoder's output h, which k-NN compares.
 
     Each validation image counts once on any number of ranks, and every rank returns the same numbers. Raises BadImage
-    for an image that cannot be decoded, since the accuracy would be another one without it.
+    for an image that cannot be decoded.
     """
     chosen = images.split.indices
     if config.data.split.kind in ("none", "all"):
@@ -112,22 +110,17 @@ def online_knn(
     mine = slice(place.rank, None, place.world_size)  # the ranks share the images
     predicted = knn_predict(rows[mine], columns, labels, k=config.evaluation.knn_k)
     accuracy = sum_over_ranks((predicted == truth[mine]).sum()).item() / len(truth)
+    training = model.head.training
+    model.head.eval()
+    with torch.no_grad():
+        z = torch.cat([model.head(part) for part in rows[mine].split(CHUNK)])
+    model.head.train(training)
     return {
         "knn_accuracy": accuracy,
         "knn_supports": len(chosen),
-        "rankme": rankme(_projected(model.head, rows[mine]), len(truth)),
+        "rankme": rankme(z, len(truth)),
         "rankme_features": rankme(rows[mine], len(truth)),
     }
-
-
-@torch.no_grad()
-def _projected(head: nn.Module, features: Tensor) -> Tensor:
-    """Return the embeddings z (n, D) of features h (n, E) in evaluation mode; the head keeps its mode."""
-    training = head.training
-    head.eval()
-    z = torch.cat([head(part) for part in features.split(CHUNK)])
-    head.train(training)
-    return z
 
 
 def spread_over_classes(labels: np.ndarray, most: int) -> np.ndarray:

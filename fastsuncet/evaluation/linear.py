@@ -34,12 +34,10 @@ ROWS = 16_384  # images in a piece: its features and logits as float64 are 0.4 G
 
 @dataclass(frozen=True)
 class LinearFit:
-    """A linear classifier of standardized features. All tensors are float64."""
+    """A linear classifier of raw features: the standardization is folded in. Tensors are float64."""
 
     weight: Tensor  # (C, E)
     bias: Tensor  # (C,)
-    mean: Tensor  # (E,) of the features it was fitted to
-    spread: Tensor  # (E,) their standard deviation
     iterations: int
     gradient: float  # its largest element, where the fit ended
 
@@ -50,11 +48,7 @@ class LinearFit:
 
     def scores(self, features: Tensor) -> Tensor:
         """Return the logits (Q, C) of features (Q, E)."""
-        return F.linear((features.double() - self.mean) / self.spread, self.weight, self.bias)
-
-    def of_raw_features(self) -> tuple[Tensor, Tensor]:
-        """Return weight (C, E) and bias (C,) of features that are not standardized, with the same logits."""
-        return self.weight / self.spread, self.bias - self.weight @ (self.mean / self.spread)
+        return F.linear(features.double(), self.weight, self.bias)
 
 
 @torch.no_grad()
@@ -118,7 +112,8 @@ def fit_linear(
         torch.set_num_threads(threads)
     assert weight.grad is not None and bias.grad is not None
     largest = max(weight.grad.abs().max().item(), bias.grad.abs().max().item())
-    return LinearFit(weight, bias, mean, spread, optimizer.state[weight]["n_iter"], largest)
+    iterations = optimizer.state[weight]["n_iter"]
+    return LinearFit(weight / spread, bias - weight @ (mean / spread), iterations, largest)
 
 
 def folds(labels: Tensor, seed: int = 0) -> Tensor:

@@ -22,7 +22,7 @@ def test_fit_linear_agrees_with_scikit_learn(strength, classes):
     x = features.double().numpy()
     standard = (x - x.mean(0)) / (x.std(0) + 1e-6)
     oracle = sklearn.LogisticRegression(C=strength, tol=1e-8, max_iter=10_000).fit(standard, labels.numpy())
-    np.testing.assert_allclose(fit.weight, oracle.coef_, atol=2e-3)
+    np.testing.assert_allclose(fit.weight.numpy() * (x.std(0) + 1e-6), oracle.coef_, atol=2e-3)
     queries = drawn(40, 6, seed=9) * 2 + 3
     theirs = oracle.predict_proba((queries.double().numpy() - x.mean(0)) / (x.std(0) + 1e-6))
     np.testing.assert_allclose(fit.scores(queries).softmax(1), theirs, atol=1e-3)

@@ -39,8 +39,9 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
 
     def fitted(features: Tensor) -> tuple[Tensor, Tensor, float]:
         fit, _ = fit_chosen(features, labels, count, config.linear)
-        weight, bias = (x.float() for x in fit.of_raw_features())
-        return weight, bias, mean_square(features)
+        # In pieces: in float64 a copy of ImageNet's features is 21 GB.
+        squares = torch.cat([x.double().square().sum(1) for x in features.split(ROWS)])
+        return fit.weight.float(), fit.bias.float(), squares.mean().item()
 
     accuracies, start = {}, None
     if images.held_out is not None:
@@ -73,8 +74,3 @@ def has_stale_statistics(encoder: Encoder) -> bool:
     norms = (x for x in encoder.module.modules() if isinstance(x, nn.modules.batchnorm._BatchNorm))
     updates = encoder.step + (encoder.tuned or 0)
     return any((1 - (norm.momentum or 0.1)) ** updates > STALE for norm in norms)
-
-
-def mean_square(features: Tensor) -> float:
-    """Return the mean of |h|^2 of features (N, E), in float64 and in pieces: two copies of ImageNet's are 42 GB."""
-    return torch.cat([x.double().square().sum(1) for x in features.split(ROWS)]).mean().item()

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands.finetune import require_norm
@@ -19,7 +18,6 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
-from fastsuncet.evaluation.finetuning import frozen
 from fastsuncet.evaluation.finetuning.fit import (
     FineTuning,
     FineTuningStream,
@@ -323,23 +321,6 @@ def test_fit_that_does_not_fit_a_gpu_names_its_key(tmp_path, monkeypatch):
     said = r"finetune.batch_size.* CUBLAS_STATUS_ALLOC_FAILED .*\. Lower it, or set finetune.accumulate"
     with pytest.raises(ConfigError, match=said):
         run(tmp_path)
-
-
-def test_mean_square_makes_no_second_copy_of_the_features(monkeypatch):
-    """Of all of ImageNet's two in float64 are 42 GB of a GPU."""
-    monkeypatch.setattr(frozen, "ROWS", 4)
-    sizes = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            made = operator(*args, **(kwargs or {}))
-            sizes.extend([made.numel()] if isinstance(made, torch.Tensor) else [])
-            return made
-
-    h = torch.arange(30.0).view(10, 3)
-    with Sizes():
-        found = frozen.mean_square(h)
-    assert found == h.square().sum().item() / 10 and max(sizes) == 4 * 3
 
 
 def test_pass_that_overflows_batchnorms_index_is_refused(tmp_path):
