@@ -159,7 +159,8 @@ def _best_fine_tuning(
     A line says which were made on other labels.
     """
     records = [record for record in read_results(run) if record["encoder"].get("step") == encoder.step]
-    if not any("frozen" in record for record in records):
+    tunings = [record for record in records if "frozen" in record]
+    if not tunings:
         return None
     index, chosen = labeled_images(config, place)
     labels = labels_digest(index, chosen)
@@ -173,12 +174,11 @@ def _best_fine_tuning(
         if record["kind"] == "npi" and record["setting"].get("features") == "projection"
     }
     best, stale = None, set[str]()
-    for record in records:
-        tuned = record.get("finetuned", {})
-        folder = run / "finetune" / Path(tuned.get("folder", "")).name
-        if "frozen" not in record or not folder.is_dir():
+    for record in tunings:
+        folder = run / "finetune" / Path(record["finetuned"]["folder"]).name
+        if not folder.is_dir():
             continue
-        if tuned.get("labels") != labels:
+        if record["finetuned"].get("labels") != labels:
             stale.add(str(folder))
             continue
         top1, others = record["metrics"]["top1"], {LINEAR: record["frozen"]["linear"]}

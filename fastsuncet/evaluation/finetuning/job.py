@@ -66,8 +66,8 @@ LEARNED = 0.9  # of the training crops: with fewer right, the training has not f
 def resolve_sizes(config: Config, images: Images, place: Place) -> Config:
     """Return the config with batch size and rate of its fine-tuning on `images` as numbers.
 
-    Raises ConfigErrors, at the key's line, for labels that are not there and a batch that does not fit them; DataError
-    where a fraction of the images selected none.
+    Raises ConfigErrors for labels that are not there and a batch that does not fit them, DataError where a fraction of
+    the images selected none.
     """
     require_split(config)
     chosen, f = labeled(images), config.finetune
@@ -121,12 +121,9 @@ class FineTuningJob:
         """
         images, held_out, config = self.images, self.images.held_out, self.config
         judged = "folds" if held_out is None else held_out.fingerprint()
-        identity, path = (
-            fit_identity(config, self.encoder, images.train, labeled(images)),
-            self.folder / RESULT,
-        )
+        identity = fit_identity(config, self.encoder, images.train, labeled(images))
         with exclusive_run_folder(self.folder, self.place):
-            kept = read_record(path, identity, self.place)
+            kept = read_record(self.folder / RESULT, identity, self.place)
             done = kept is not None and kept.get("validation") == judged
             for line in heading(self, brief=brief or done):
                 say(line)
@@ -137,7 +134,7 @@ class FineTuningJob:
                 else:
                     truth = true_labels(images, self.place)
                 kept = {"validation": judged, "record": self._record(logits, truth, trainer, frozen)}
-                write_record(path, kept, identity, self.place)
+                write_record(self.folder / RESULT, kept, identity, self.place)
             # As they are named now: with those of a run that was moved since, it would be a second result.
             run = config.run_folder
             now = {"encoder": self.encoder.record(), "run": run.name, "asked": asked(config, "finetune")}

@@ -123,12 +123,9 @@ class DatasetGrid:
 
     def finished(self) -> dict[Cell, CellResult]:
         """Return the records of the finished cells, in the grid's order. Raises CheckpointError for a damaged one."""
-        found = {cell: self.read(self.folder / cell.name / "cell.json") for cell in grid(self.config)}
+        paths = {cell: self.folder / cell.name / "cell.json" for cell in grid(self.config)}
+        found = {cell: read_record(path, self.identity, self.place) for cell, path in paths.items()}
         return {cell: record for cell, record in found.items() if record is not None}
-
-    def read(self, path: Path) -> CellResult | None:
-        """Return the record in `path`, None if there is none. Collective."""
-        return read_record(path, self.identity, self.place)
 
     def run(self, cell: Cell, *, retrain: bool = False) -> tuple[CellResult | None, bool]:
         """Train the cell and measure it on the validation images. Collective.
@@ -147,7 +144,7 @@ class DatasetGrid:
         with lock_folder(path.parent, self.place) as locked:
             if not locked:
                 return None, False
-            checkpoints, record = path.parent / "fit", self.read(path)
+            checkpoints, record = path.parent / "fit", read_record(path, self.identity, self.place)
             new = record is None
             if record is None:
                 began = time.monotonic()
@@ -250,8 +247,8 @@ def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
     number, count = shard
     mine = every[number - 1 :: count]  # every cell is in one shard; their sizes differ by one at most
     done = {(dataset, cell) for dataset in grids for cell in dataset.finished()}
-    before = f", {len(done.intersection(mine))} of them done before" if done.intersection(mine) else ""
-    say(f"part       {number}/{count}: {len(mine)} of {len(every)} cells{before}")
+    before = len(done.intersection(mine))
+    say(f"part       {number}/{count}: {len(mine)} of {len(every)} cells, {before} of them done before")
     seconds = []  # of the cells trained now
     for number, (dataset, cell) in enumerate(mine, 1):
         stop_if_requested(dataset.signals)
