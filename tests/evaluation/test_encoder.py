@@ -14,7 +14,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.config import load_config
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import choose, load_encoder
-from fastsuncet.models.pretrained_weights import read_weights, read_weights_of
+from fastsuncet.models.pretrained_weights import read_weights_of
 from fastsuncet.models.resnet import build_model
 from tests.support.checkpoints import HARMS
 from tests.support.runs import CONFIGS
@@ -129,48 +129,51 @@ def test_load_encoder_reads_files_of_torchvision_and_timm(tmp_path, config, name
     torch.testing.assert_close(outputs(encoder.module), outputs(network))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["", "module.encoder_q.", "module. in state_dict", "encoder. in model"])
-def test_load_encoder_finds_the_weights_in_any_wrapping(tmp_path, config, how):
-    network = trained("resnet_tiny", "cifar").encoder
-    torch.save(wrapped(network.state_dict(), how), tmp_path / "weights.pth")
-    encoder = load_encoder(tmp_path / "weights.pth", config)
-    assert (encoder.name, encoder.stem) == ("resnet_tiny", "cifar")
-    assert torch.equal(outputs(encoder.module), outputs(network))
+def without(state: dict, *parts: str) -> dict:
+    return {key: value for key, value in state.items() if not any(part in key for part in parts)}
+
+
+def of_the_authors(state: dict, prefix: str, *layers: str) -> dict:
+    """Return what SuNCEt's or PAWS's authors save, with the `layers` of their heads."""
+    for layer in layers:
+        state |= {f"{layer}.weight": torch.randn(4, 4), f"{layer}.bias": torch.randn(4)}
+    optimizer = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
+    content = {"encoder": {f"{prefix}{key}": value for key, value in state.items()}, "opt": optimizer}
+    return content | {"epoch": 100, "unlabel_prob": 0.9, "s_batch_size": 2, "u_batch_size": 44, "amp": None}
+
+
+FILES = {
+    "as it is": lambda s: s,
+    "below a prefix": lambda s: wrapped(s, "module.encoder_q."),
+    "below a key": lambda s: wrapped(s, "module. in state_dict"),
+    "below both": lambda s: wrapped(s, "encoder. in model"),
+    "old, without num_batches_tracked": lambda s: without(s, "num_batches_tracked"),
+    "SuNCEt's": lambda s: of_the_authors(s, "", "fc.0", "fc.2"),
+    "PAWS's": lambda s: of_the_authors(
+        s, "module.", "fc.fc1", "fc.bn1", "fc.fc2", "fc.bn2", "fc.fc3", "pred.fc1"
+    ),
+}
 
 
 @pytest.mark.slow
-def test_load_encoder_reads_safetensors_float16_and_old_files(tmp_path, config):
-    """Those without num_batches_tracked. The encoder is in float32."""
+@pytest.mark.parametrize("what", FILES)
+def test_load_encoder_finds_the_weights_in_any_file(tmp_path, config, what):
+    """A projection head is no classifier."""
+    network, path = trained("resnet_tiny", "cifar").encoder, tmp_path / "weights.pth.tar"
+    torch.save(FILES[what](dict(network.state_dict())), path)
+    encoder = load_encoder(path, config)
+    assert (encoder.name, encoder.stem, encoder.width) == ("resnet_tiny", "cifar", 64)
+    assert torch.equal(outputs(encoder.module), outputs(network)) and encoder.classifier is None
+
+
+@pytest.mark.slow
+def test_load_encoder_reads_float16_of_safetensors_as_float32(tmp_path, config):
     network = trained().encoder
-    torch.save(without(network.state_dict(), "num_batches_tracked"), tmp_path / "weights.pth")
-    assert torch.equal(outputs(load_encoder(tmp_path / "weights.pth", config).module), outputs(network))
     half = {k: v.half() if v.is_floating_point() else v for k, v in network.state_dict().items()}
     safetensors.torch.save_file(half, tmp_path / "weights.safetensors")
     module = load_encoder(tmp_path / "weights.safetensors", config).module
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     assert torch.equal(module.conv1.weight, network.conv1.weight.half().float())
-
-
-HEADS = {"v0": ["fc.0", "fc.2"], "v1": ["fc.fc1", "fc.bn1", "fc.fc2", "fc.bn2", "fc.fc3", "pred.fc1"]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "prefix"), [("v0", ""), ("v1", "module.")])
-def test_load_encoder_reads_the_authors_checkpoints(tmp_path, config, layout, prefix):
-    network = trained().encoder
-    state = dict(network.state_dict())
-    for head in HEADS[layout]:
-        state |= {f"{head}.weight": torch.randn(4, 4), f"{head}.bias": torch.randn(4)}
-    optimizer = {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": [{"params": [0]}]}
-    content = {"encoder": {f"{prefix}{key}": value for key, value in state.items()}, "opt": optimizer}
-    content |= {"epoch": 100, "unlabel_prob": 0.9, "s_batch_size": 2, "u_batch_size": 44, "amp": None}
-    path = tmp_path / "suncet-latest.pth.tar"
-    torch.save(content, path)
-    encoder = load_encoder(path, config)
-    assert (encoder.name, encoder.stem, encoder.width) == ("resnet_tiny", "imagenet", 64)
-    assert torch.equal(outputs(encoder.module), outputs(network))
-    assert read_weights(path).classifier is None, "a projection head is no classifier"
 
 
 @pytest.mark.slow
@@ -187,10 +190,6 @@ def test_load_encoder_keeps_a_classifier_that_fits(tmp_path, config, other):
     if classifier is not None:
         assert torch.equal(classifier.weight, fc["fc.weight"])
         assert torch.equal(classifier.bias, fc["fc.bias"])
-
-
-def without(state: dict, *parts: str) -> dict:
-    return {key: value for key, value in state.items() if not any(part in key for part in parts)}
 
 
 def plus(key: str, *shape: int):
