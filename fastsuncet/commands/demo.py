@@ -18,7 +18,7 @@ from fastsuncet.config.reader import as_yaml
 from fastsuncet.config.shipped import shipped
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.linear import linear
+from fastsuncet.evaluation.protocols import linear
 from fastsuncet.training import methods
 from fastsuncet.training.step import build
 from fastsuncet.versions import drawing_problem

@@ -16,12 +16,9 @@ from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation import scoring
 from fastsuncet.evaluation.classifier import learned_labels
 from fastsuncet.evaluation.confusion import write_with_picture, written
-from fastsuncet.evaluation.cross_validation import cross_validated
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.features import view_size
-from fastsuncet.evaluation.knn import knn
-from fastsuncet.evaluation.linear import linear
-from fastsuncet.evaluation.npi import npi
+from fastsuncet.evaluation.protocols import accuracy, cross_validated, knn, linear, npi
 from fastsuncet.metrics.results import asked, send_results
 from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models.pretrained_weights import fill
@@ -33,7 +30,7 @@ KINDS = {
     "knn": (knn, "nearest neighbors"),
     "npi": (npi, "SuNCEt's non-parametric inference"),
     "linear": (linear, "linear classifier on frozen representations"),
-    "accuracy": (scoring.accuracy, "the network's own classifier"),
+    "accuracy": (accuracy, "the network's own classifier"),
 }
 
 WITHOUT_VALIDATION = ("knn", "linear")  # are cross-validated on the labels where data.validation is null

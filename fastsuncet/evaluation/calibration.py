@@ -1,14 +1,21 @@
-"""Probabilities that are as often right as they say: one temperature for all logits (Guo et al. 2017, 1706.04599).
+"""What left-out images tell: they are classified by a classifier that has not learned from them, and calibrate it.
 
-Shapes: N images with a label that the classifier has not learned from, C classes.
+Probabilities that are as often right as they say have one temperature for all logits (Guo et al. 2017, 1706.04599).
+
+Shapes: N labeled images, n of them that can be judged, C classes.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+FOLDS = 5
 BINS, IN_BIN = 15, 20  # of the calibration error: at most so many bins, and at least so many images in each
 COLDEST, HOTTEST = 1e-6, 1e6  # temperatures
+# Masks (N,) bool of the images to learn from and of those left out -> a row for each of the latter.
+Classify = Callable[[Tensor, Tensor], Tensor]
 
 
 class Calibration(NamedTuple):
@@ -68,3 +75,32 @@ def calibration_error(probabilities: Tensor, labels: Tensor) -> float:
     gap = (confidence - (predicted == labels).double())[order]
     bins = gap.tensor_split(max(1, min(BINS, len(gap) // IN_BIN)))
     return float(sum(part.sum().abs() for part in bins) / len(gap))
+
+
+def folds(labels: Tensor, seed: int = 0) -> Tensor:
+    """Return the fold of each image, (N,) int64 in [0, FOLDS): drawn at random from `seed`, and stratified."""
+    drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(labels.device)
+    order = drawn[labels[drawn].argsort(stable=True)]
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device) % FOLDS)
+
+
+def out_of_fold(
+    labels: Tensor, classify: Classify, seed: int = 0, learned: Tensor | None = None, most: int = FOLDS
+) -> tuple[Tensor, Tensor]:
+    """Return (numbers of the images that can be judged, int64 (n,), their rows, (n, ...)).
+
+    Each of `most` folds of FOLDS is left out once, and classified by what `classify` learns from the others. An image
+    that is the only one of its class cannot be judged, and one that the encoder has `learned` from, bool (N,), tells
+    nothing: neither is ever left out. Without one that can be judged, both are empty.
+    """
+    fold_of, judged = folds(labels, seed), torch.bincount(labels)[labels] > 1
+    if learned is not None:
+        judged &= ~learned
+    numbers, rows = [labels.new_zeros(0)], []
+    for fold in fold_of[judged].unique()[:most]:
+        left_out = (fold_of == fold) & judged
+        numbers.append(left_out.nonzero()[:, 0])
+        rows.append(classify(~left_out, left_out))
+    found = torch.cat(numbers)
+    order = found.argsort()
+    return found[order], torch.cat(rows)[order] if rows else found

@@ -25,13 +25,12 @@ from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import learned
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.calibration import Calibration, calibrate
-from fastsuncet.evaluation.cross_validation import Classify, linear_logits, out_of_fold
+from fastsuncet.evaluation.calibration import FOLDS, Calibration, Classify, calibrate, out_of_fold
 from fastsuncet.evaluation.encoder import Encoder, linear_layer, load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.job import RESULT
 from fastsuncet.evaluation.finetuning.record import labels_digest, module_digest
-from fastsuncet.evaluation.linear import FOLDS, fit_linear, strength_of
+from fastsuncet.evaluation.linear import fit_linear, linear_logits, strength_of
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import labeled, require_finite, share_right, wilson_interval
 from fastsuncet.metrics.results import read_results

@@ -8,14 +8,13 @@ from collections.abc import Callable, Collection
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import sum_over_ranks
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import outputs
-from fastsuncet.evaluation.scoring import Measured, examples, share_right, supports
 from fastsuncet.metrics.rankme import CHUNK, rankme
 from fastsuncet.models.resnet import Model
 
@@ -56,28 +55,6 @@ def knn_predict(
         most = score == score.amax(1, keepdim=True)
         predictions.append(near.masked_fill(~most, torch.iinfo(near.dtype).max).amin(1))
     return torch.cat(predictions) if predictions else labels.new_zeros(0)
-
-
-def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
-    """Compute the top-1 accuracy of `knn_predict`, with whole and with weighted votes, from h of `network`.
-
-    `network` (B, 3, S, S) -> (B, E). Both votes are reported because the paper does not say which it takes. Supports
-    are one random crop of each labeled image, the same views as those of `npi` with one view, since appendix G compares
-    the two. Queries are single center crops. With split.kind all, MOST_SUPPORTS images are supports.
-    """
-    chosen = supports(images, config)
-    if config.data.split.kind == "all":
-        chosen = chosen[spread_over_classes(images.train.labels[chosen], MOST_SUPPORTS)]
-    shown = examples(network, images, config, place, chosen=chosen, crops=1)
-    rows, k, truth = (shown.queries, shown.features, shown.labels), config.evaluation.knn_k, shown.truth
-    plain, weighted = (knn_predict(*rows, k=k, weighted=each) for each in (False, True))
-    setting = {"k": k, "seed": config.meta.seed}  # the seed of the crops
-    if config.data.split.kind == "all":
-        # Of a draw, the number differs from seed to seed, and seeds must stay comparable.
-        setting["supports"] = len(chosen)
-    notes = (f"all {len(chosen)} labeled images vote, fewer than k = {k}",) if k > len(chosen) else ()
-    metrics = {"top1": share_right(plain, truth), "top1_weighted": share_right(weighted, truth)}
-    return Measured(metrics, len(truth), setting, notes, plain, truth)
 
 
 def online_knn(

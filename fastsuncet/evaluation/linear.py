@@ -1,4 +1,4 @@
-"""The linear protocol: multinomial logistic regression on frozen representations of the labeled images.
+"""Multinomial logistic regression on frozen representations of the labeled images.
 
 The fit is full batch, by torch's L-BFGS, and ends at the optimum: there is no learning rate, number of epochs or seed
 to choose or to report. The L2 penalty is chosen by cross-validation on the labeled images, or given. The tests compare
@@ -8,25 +8,21 @@ Shapes: N labeled images, Q query images, E the width of the encoder's output, C
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastsuncet.config import Config
 from fastsuncet.config.schema import LinearSection
-from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.collectives import rank, sum_over_ranks, world_size
-from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.calibration import fit_temperature
-from fastsuncet.evaluation.scoring import Measured, examples, measured
+from fastsuncet.evaluation.calibration import FOLDS, fit_temperature, out_of_fold
 from pipelines.output import show_progress
 
 TOLERANCE = 1e-6  # the fit has converged when no element of the mean loss's gradient is larger
 HISTORY = 20  # gradients that L-BFGS keeps: 2 x 20 x C x E float64, 0.7 GB for ImageNet
 STRENGTHS = (1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 100.0)  # that linear.strength=auto chooses from
-FOLDS = 5
 MANY = 10_000  # above this number of labeled images one fold measures: 2,000 images and more
 FEW_NUMBERS = 2_000_000  # of features: 4,000 labels of a ResNet-18
 ROWS = 16_384  # images in a piece: its features and logits as float64 are 0.4 GB for ImageNet
@@ -116,11 +112,18 @@ def fit_linear(
     return LinearFit(weight / spread, bias - weight @ (mean / spread), iterations, largest)
 
 
-def folds(labels: Tensor, seed: int = 0) -> Tensor:
-    """Return the fold of each image, (N,) int64 in [0, FOLDS): drawn at random from `seed`, and stratified."""
-    drawn = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(labels.device)
-    order = drawn[labels[drawn].argsort(stable=True)]
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device) % FOLDS)
+def linear_logits(
+    features: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    strength: float,
+    learned: Tensor,
+    left_out: Tensor,
+    **options: Any,  # of `fit_linear`
+) -> Tensor:
+    """Return the logits, float64 (left out, C), of a `Classify` by `fit_linear`."""
+    fit = fit_linear(features[learned], labels[learned], num_classes, strength=strength, **options)
+    return fit.scores(features[left_out])
 
 
 def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float:
@@ -129,28 +132,21 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
     Strengths that are right equally often differ in that, so few labels choose by more than a count. 1 where none is
     right more often than a guess of the largest class: with a label or two a class, as many folds.
 
-    `features` (N, E), `labels` (N,). The only image of its class is never left out. With more than MANY images only one
-    fold is, so the choice takes one fit for each strength and not FOLDS. Collective: ranks have the same features and
-    share the strengths.
+    `features` (N, E), `labels` (N,). With more than MANY images only one fold is left out, so the choice takes one fit
+    for each strength and not FOLDS. Collective: ranks have the same features and share the strengths.
     """
-    fold_of, judged = folds(labels), torch.bincount(labels)[labels] > 1
-    parts = [(fold_of == fold) & judged for fold in range(FOLDS if len(labels) <= MANY else 1)]
-    parts = [left_out for left_out in parts if left_out.any()]
-    if not parts:
+    most = FOLDS if len(labels) <= MANY else 1
+    _, truth = out_of_fold(labels, lambda learned, left_out: labels[left_out], most=most)
+    if not len(truth):
         return 1.0
-    truth = torch.cat([labels[left_out] for left_out in parts])
     losses, right = torch.zeros(2, len(STRENGTHS), dtype=torch.float64, device=labels.device)
     # A gradient of 1e-4 is far from the optimum's digits and no longer moves the accuracy.
     options = {"max_iterations": 200, "tolerance": 1e-4}
     for i in range(rank(), len(STRENGTHS), world_size()):
-        logits = []
-        for left_out in parts:
-            x, y = features[~left_out], labels[~left_out]
-            fit = fit_linear(x, y, num_classes, strength=STRENGTHS[i], **options)
-            logits.append(fit.scores(features[left_out]))
-        found = torch.cat(logits)
-        losses[i] = fit_temperature(found, truth)[1]
-        right[i] = (found.argmax(1) == truth).sum()
+        classify = partial(linear_logits, features, labels, num_classes, STRENGTHS[i], **options)
+        _, logits = out_of_fold(labels, classify, most=most)
+        losses[i] = fit_temperature(logits, truth)[1]
+        right[i] = (logits.argmax(1) == truth).sum()
         if rank() == 0:  # the others are as far
             show_progress("choosing linear.strength", min(i + world_size(), len(STRENGTHS)), len(STRENGTHS))
     losses, right = sum_over_ranks(torch.stack([losses, right]))
@@ -176,26 +172,3 @@ def fit_chosen(
     strength = strength_of(section, features, labels, num_classes)
     options = {"strength": strength, "max_iterations": section.max_iterations}
     return fit_linear(features, labels, num_classes, **options), strength
-
-
-def linear(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
-    """Compute the top-1 and top-5 accuracy of `fit_linear` on the validation images, from h of `network`.
-
-    `network` (B, 3, S, S) -> (B, E). Labeled and validation images are shown as single center crops. The ranks share
-    the choice of the strength, and all fit and count.
-    """
-    shown = examples(network, images, config, place)
-    fit, strength = fit_chosen(shown.features, shown.labels, len(images.train.classes), config.linear)
-    setting: dict[str, Any] = config.linear.model_dump()
-    notes = [f"fitted in {fit.iterations:,} iterations"]
-    if not fit.converged:
-        setting["converged"] = False
-        notes = [
-            f"NOT fitted: after {fit.iterations:,} iterations the largest gradient is {fit.gradient:.1e}, not "
-            f"{TOLERANCE:.0e}. Raise linear.max_iterations, or lower linear.strength"
-        ]
-    if config.linear.strength == "auto":
-        setting["chosen_strength"] = strength
-        chosen = f"strength {strength:g}, by cross-validation from {STRENGTHS[0]:g} to {STRENGTHS[-1]:g}"
-        notes = [chosen, *notes]
-    return measured(fit.scores(shown.queries), shown.truth, setting, tuple(notes))

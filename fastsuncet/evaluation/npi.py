@@ -5,16 +5,9 @@ From appendix G of the paper, with p of section 3.
 Shapes: N labeled support views, Q query images, E the width of the encoder's output, C classes.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from fastsuncet.config import Config
-from fastsuncet.data.dataset import Images
-from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.scoring import Measured, examples, measured
+from torch import Tensor
 
 # Similarities held at a time: 256 MB of float32. All of ImageNet's 50,000 x 128,116 would be 26 GB.
 SIMILARITIES_AT_A_TIME = 1 << 26
@@ -46,23 +39,3 @@ def npi_probabilities(
             first, last = int(of_class[0]), int(of_class[-1])
             out[:, first : last + 1] += block @ F.one_hot(of_class - first, last - first + 1).float()
     return sums
-
-
-def npi(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
-    """Compute the top-1 and top-5 accuracy of `npi_probabilities` on the validation images, from the rows of `network`.
-
-    `network` (B, 3, S, S) -> (B, E), an encoder with or without its projection head (npi.features). Supports are
-    npi.views random crops of each labeled image, or its center crop; queries are single center crops. The temperature
-    is npi.temperature, or training's where that is not given.
-    """
-    setting: dict[str, Any] = {
-        "temperature": config.npi.temperature or config.criterion.temperature,
-        "views": config.npi.views,
-    }
-    if config.npi.features != "encoder":
-        setting["features"] = config.npi.features
-    shown = examples(network, images, config, place, crops=config.npi.views)
-    learned = (shown.features, shown.labels, len(images.train.classes))
-    scores = npi_probabilities(shown.queries, *learned, setting["temperature"])
-    setting["seed"] = config.meta.seed  # the seed of the crops
-    return measured(scores, shown.truth, setting)

@@ -1,8 +1,6 @@
-"""From an encoder to features, and from features to a score: what all evaluations share.
+"""What a score says, and which labels count: what all evaluations share.
 
-Every rank has all features and scores all images: that costs little beside the features, which ranks share.
-
-Shapes: N labeled images, Q images to classify, E the width of the encoder's output, C classes.
+Shapes: Q images to classify, C classes.
 """
 
 import math
@@ -12,28 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import NumericalError
-from fastsuncet.evaluation.features import outputs
 from pipelines.data_errors import DataError
 from pipelines.output import first_five
 
 LEARNED = "the network has learned from these labels: the accuracy on other images is lower, perhaps by far"
 FEW = 5  # with fewer labels of a class, some folds of a cross-validation have none of it
-
-
-@dataclass(frozen=True)
-class Examples:
-    """What a classifier learns from, and what it is judged on."""
-
-    features: Tensor  # (N, E)
-    labels: Tensor  # (N,) int64
-    queries: Tensor  # (Q, E): center crops of the validation images
-    truth: Tensor  # (Q,) int64
 
 
 @dataclass(frozen=True)
@@ -47,31 +34,6 @@ class Measured:
     predicted: Tensor  # int64, the class of each image; every repeat of a cross-validation counts
     truth: Tensor  # int64, the true class of the same
     learned: int = 0  # labels, where it was measured on those that the network has learned from
-
-
-def examples(
-    network: nn.Module,  # (B, 3, S, S) -> (B, E)
-    images: Images,
-    config: Config,
-    place: Place,
-    *,
-    chosen: np.ndarray | None = None,  # of the training images; None: `supports`
-    crops: int = 0,  # random crops of each labeled image, which count as images; 0: its center crop
-) -> Examples:
-    """Return the features of the labeled and of the validation images, all of them on every rank.
-
-    Raises NumericalError for features that are not finite.
-    """
-    chosen = supports(images, config) if chosen is None else chosen
-    truth = true_labels(images, place)
-    labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
-    features = outputs(network, images.train, chosen, config, place, crops=crops, what="labeled images")
-    if crops:
-        features, labels = features.flatten(0, 1), labels.repeat_interleave(crops)
-    everything = np.arange(len(truth))
-    queries = outputs(network, images.validation, everything, config, place, what="validation images")
-    require_finite(features, queries)
-    return Examples(features, labels, queries, truth)
 
 
 def measured(
@@ -121,23 +83,6 @@ def per_class(predicted: Tensor, truth: Tensor, classes: Sequence[str]) -> dict[
     for name, of in found.items():
         of["accuracy"] = of["predicted"].get(name, 0) / of["images"]
     return found
-
-
-def accuracy(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
-    """Measure a `network` (B, 3, S, S) -> (B, C), logits, on the validation images: one with a classifier of its own.
-
-    Single center crops, normalized by the config's mean and std: weights of another program need theirs. Raises
-    DataError where C is not the number of classes.
-    """
-    truth, classes = true_labels(images, place), len(images.train.classes)
-    everything = np.arange(len(truth))
-    scores = outputs(network, images.validation, everything, config, place, what="validation images")
-    if scores.shape[1] != classes:
-        raise DataError(
-            f"the classifier has {scores.shape[1]:,} classes and the images have {classes:,}: it was trained on other "
-            "data"
-        )
-    return measured(scores, truth, {})
 
 
 def standard_error(share: float, images: int) -> float:
@@ -228,3 +173,13 @@ def labels_record(images: Images, config: Config) -> dict[str, Any]:
     if split.seed or split.kind in ("names", "csv"):
         record["names"] = images.split.fingerprint[:12]
     return record
+
+
+def labels_per_class(images: Images, chosen: np.ndarray) -> np.ndarray:
+    """Return how many of the images `chosen` each class has, int64 (C,). DataError where no class has two."""
+    counts = np.bincount(images.train.labels[chosen], minlength=len(images.train.classes))
+    if counts.max(initial=0) < 2:
+        raise DataError(
+            f"no class has two labels, so no label can be left out to judge by. Labels: {images.split}"
+        )
+    return counts

@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from fastsuncet.evaluation.calibration import calibration_error, fit_temperature
-from fastsuncet.evaluation.cross_validation import linear_logits, out_of_fold
-from fastsuncet.evaluation.linear import fit_linear, folds
+from fastsuncet.evaluation.calibration import calibration_error, fit_temperature, folds, out_of_fold
+from fastsuncet.evaluation.linear import fit_linear, linear_logits
 from fastsuncet.evaluation.scoring import wilson_interval
 
 

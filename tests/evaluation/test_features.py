@@ -13,10 +13,8 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation import features
 from fastsuncet.evaluation.features import outputs, view_size
-from fastsuncet.evaluation.knn import knn, online_knn
-from fastsuncet.evaluation.linear import linear
-from fastsuncet.evaluation.npi import npi
-from fastsuncet.evaluation.scoring import accuracy
+from fastsuncet.evaluation.knn import online_knn
+from fastsuncet.evaluation.protocols import accuracy, knn, linear, npi
 from fastsuncet.models.resnet import build_model
 from tests.support.colors import ALONE, MeanColor, color_config, write_colors
 from tests.support.pictures import write_pictures

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation import knn as module
+from fastsuncet.evaluation import protocols
 from fastsuncet.evaluation.features import outputs
-from fastsuncet.evaluation.knn import knn, knn_predict, online_knn, spread_over_classes
+from fastsuncet.evaluation.knn import knn_predict, online_knn, spread_over_classes
+from fastsuncet.evaluation.protocols import knn
 from fastsuncet.models.resnet import build_model
 from tests.support.colors import ALONE, MeanColor, color_config, write_colors
 from tests.support.runs import small_config
@@ -65,8 +67,8 @@ def test_knn_takes_the_same_views_as_npi_of_a_limited_number_of_images(colors, m
         seen.append(columns)
         return knn_predict(rows, columns, *arguments, **options)
 
-    monkeypatch.setattr(module, "knn_predict", watched)
-    monkeypatch.setattr(module, "MOST_SUPPORTS", 10)
+    monkeypatch.setattr(protocols, "knn_predict", watched)
+    monkeypatch.setattr(protocols, "MOST_SUPPORTS", 10)
     measured = knn(network, images, config, ALONE)
     chosen = spread_over_classes(images.train.labels, 10)
     views = outputs(network, images.train, chosen, config, ALONE, crops=1)

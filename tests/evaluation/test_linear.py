@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from fastsuncet.evaluation import linear as module
-from fastsuncet.evaluation.linear import STRENGTHS, choose_strength, fit_linear, folds
+from fastsuncet.evaluation.calibration import FOLDS, folds
+from fastsuncet.evaluation.linear import STRENGTHS, choose_strength, fit_linear
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -94,7 +95,7 @@ def test_choose_strength_of_many_or_few_labels(monkeypatch):
 @pytest.mark.parametrize("n", [5, 97, 200])
 def test_folds_spread_each_class_evenly(n):
     labels = torch.arange(n).square() % 7
-    counts = torch.zeros(7, module.FOLDS).index_put((labels, folds(labels)), torch.ones(n), accumulate=True)
+    counts = torch.zeros(7, FOLDS).index_put((labels, folds(labels)), torch.ones(n), accumulate=True)
     assert ((counts.amax(1) - counts.amin(1)) <= 1).all()
     assert counts.sum(0).max() - counts.sum(0).min() <= 1
 

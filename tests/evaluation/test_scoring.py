@@ -13,10 +13,8 @@ from fastsuncet.commands.evaluate import KINDS
 from fastsuncet.config import ConfigErrors
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.errors import NumericalError
-from fastsuncet.evaluation.knn import knn
-from fastsuncet.evaluation.linear import linear
-from fastsuncet.evaluation.npi import npi
-from fastsuncet.evaluation.scoring import accuracy, measured, per_class, supports, true_labels
+from fastsuncet.evaluation.protocols import accuracy, knn, linear, npi
+from fastsuncet.evaluation.scoring import measured, per_class, supports, true_labels
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.label_splits import labeled_split

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastsuncet.evaluation.linear import FOLDS, STRENGTHS, choose_strength, fit_linear, folds
+from fastsuncet.evaluation.calibration import FOLDS, folds
+from fastsuncet.evaluation.linear import STRENGTHS, choose_strength, fit_linear
 
 SIZES, DRAWS = (30, 100, 300), range(100, 103)
 OPTIONS = {"max_iterations": 200, "tolerance": 1e-4}

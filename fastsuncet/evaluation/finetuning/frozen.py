@@ -19,7 +19,8 @@ from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.fit import FineTuningStream, Frozen, measure_statistics
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.evaluation.linear import ROWS, fit_chosen
-from fastsuncet.evaluation.scoring import examples, labeled, measured, share_right
+from fastsuncet.evaluation.protocols import examples
+from fastsuncet.evaluation.scoring import labeled, measured, share_right
 
 # BatchNorm's statistics are stale where torch's initial 0 and 1 weigh more than this. After 10 updates they weigh a
 # third, and |h|^2 of training crops was 18 times that with statistics of the crops (after 80 updates 1.07 times): the
@@ -39,9 +40,7 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
 
     def fitted(features: Tensor) -> tuple[Tensor, Tensor, float]:
         fit, _ = fit_chosen(features, labels, count, config.linear)
-        # In pieces: in float64 a copy of ImageNet's features is 21 GB.
-        squares = torch.cat([x.double().square().sum(1) for x in features.split(ROWS)])
-        return fit.weight.float(), fit.bias.float(), squares.mean().item()
+        return fit.weight.float(), fit.bias.float(), mean_square(features)
 
     accuracies, start = {}, None
     if images.held_out is not None:
@@ -74,3 +73,8 @@ def has_stale_statistics(encoder: Encoder) -> bool:
     norms = (x for x in encoder.module.modules() if isinstance(x, nn.modules.batchnorm._BatchNorm))
     updates = encoder.step + (encoder.tuned or 0)
     return any((1 - (norm.momentum or 0.1)) ** updates > STALE for norm in norms)
+
+
+def mean_square(features: Tensor) -> float:
+    """Return the mean of |h|^2 of features (N, E), in float64 and in pieces: two copies of ImageNet's are 42 GB."""
+    return torch.cat([x.double().square().sum(1) for x in features.split(ROWS)]).mean().item()

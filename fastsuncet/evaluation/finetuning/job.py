@@ -19,9 +19,8 @@ from fastsuncet.config.rules import FILES
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.evaluation.calibration import Calibration, calibrate
+from fastsuncet.evaluation.calibration import FOLDS, Calibration, calibrate, out_of_fold
 from fastsuncet.evaluation.confusion import write_with_picture, written
-from fastsuncet.evaluation.cross_validation import labels_per_class, out_of_fold
 from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.evaluation.finetuning.frozen import measure_frozen
@@ -36,10 +35,10 @@ from fastsuncet.evaluation.finetuning.record import (
     with_sizes,
     write_record,
 )
-from fastsuncet.evaluation.linear import FOLDS
 from fastsuncet.evaluation.scoring import (
     few_labels_note,
     labeled,
+    labels_per_class,
     labels_record,
     measured,
     per_class,

@@ -18,6 +18,7 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, ConfigError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
+from fastsuncet.evaluation.finetuning import frozen
 from fastsuncet.evaluation.finetuning.fit import (
     FineTuning,
     FineTuningStream,
@@ -304,6 +305,15 @@ def test_fit_that_does_not_fit_a_gpu_names_its_key(tmp_path, monkeypatch):
     said = r"finetune.batch_size.* CUBLAS_STATUS_ALLOC_FAILED .*\. Lower it, or set finetune.accumulate"
     with pytest.raises(ConfigError, match=said):
         run(tmp_path)
+
+
+def test_mean_square_makes_no_second_copy_of_the_features(monkeypatch):
+    """Of all of ImageNet's two in float64 are 42 GB of a GPU."""
+    sizes, double = [], torch.Tensor.double
+    monkeypatch.setattr(frozen, "ROWS", 4)
+    monkeypatch.setattr(torch.Tensor, "double", lambda x: sizes.append(x.numel()) or double(x))
+    h = torch.arange(30.0).view(10, 3)
+    assert frozen.mean_square(h) == h.square().sum().item() / 10 and max(sizes) == 4 * 3
 
 
 def test_pass_that_overflows_batchnorms_index_is_refused(tmp_path):
