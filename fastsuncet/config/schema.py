@@ -172,9 +172,7 @@ class MetaSection(Section):
     """
     threads: Few | None = key(None, "threads of torch on a CPU; null: torch decides")
     timeout: Count = 1800
-    """seconds that ranks wait for one that hangs before the job ends; longer than a save, and than the first scan
-    of the data
-    """
+    """seconds that ranks wait for one that hangs; longer than a save, and than the first scan of the data"""
 
 
 class SplitSection(Section):
@@ -229,8 +227,7 @@ class DataSection(Section):
     split: SplitSection = SplitSection()
     index: Text | None = key(None, "file with the list of training images; null: one in logging.folder")
     pack: Text | None = None
-    """the training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files
-    """
+    """training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files"""
     bad_images: CountOrZero = 0
     """how many undecodable images may be replaced before the run ends: by each process, in each of its two streams
     (unlabeled, labeled), counted anew when the run is started again
@@ -250,8 +247,7 @@ class DataSection(Section):
     built, on a GPU for training only, and if it passes a trial there
     """
     decode_threads: Few | None = None
-    """of each stream of a process; null: its share of the cores, at most 16; on a GPU the two streams share it
-    """
+    """of each stream of a process; null: its share of the cores, at most 16, which two streams share on a GPU"""
     prefetch: Few = key(2, "steps whose pixels are made ahead")
     hw_decoder_share: ShareOrZero = 0.0
     """share of each pre-training batch for a GPU's hardware JPEG decoder. Between 0 and 1 two decoders share a
@@ -281,8 +277,7 @@ class ModelSection(Section):
     init: Text | None = None
     """weights that the encoder starts from: a file of torchvision, timm or the authors, an export, or the folder of
     a run or checkpoint; timm: timm's published weights of this network, which timm downloads the first time; null:
-    drawn from meta.seed. They are read when a run starts, and never when it is
-    continued
+    drawn from meta.seed. They are read when a run starts, and never when it is continued
     """
     init_sha256: Sha256 | None = None
     """of the file in init, or of timm's tensors; null: the checkpoints record it"""
@@ -316,12 +311,9 @@ class CriterionSection(Section):
     """A loss on the unlabeled images plus one on the labeled images, weight 1 each (paper, section 3)."""
 
     instance: Literal["nt_xent", "swav", "paws", "none"] = "nt_xent"
-    """loss of unlabeled images; paws: their classes by the labeled images near them; none: learn from labeled images
-    alone
-    """
+    """loss of unlabeled images; paws: their classes by the labeled images near them; none: learn from labels alone"""
     supervision: Literal[ContrastsLabels, "cross_entropy", "none"] = "suncet"
-    """loss of labeled images; sup_con: L_sup_out of the paper; none: only with instance: paws, and the default there
-    """
+    """loss of labeled images; sup_con: L_sup_out of the paper; none: only with instance: paws, where it is default"""
     temperature: Positive
     """tau of all contrastive losses, of SwAV and of PAWS"""
     unsupervised_batch_size: ImageCount
@@ -419,9 +411,7 @@ class OptimizationSection(Section):
     legacy_schedule: Switch = key(False, "the authors' first release: lr rises again at the end")
     momentum: Momentum = key(0.9, "momentum; of adamw: beta 1, with a beta 2 of 0.999")
     weight_decay: NotNegative = 1e-6
-    """lars: added to the gradient before it is scaled; sgd: added to the gradient; adamw: lr times it is taken off the
-    weight
-    """
+    """lars: added to the gradient before scaling; sgd: to the gradient; adamw: lr times it is taken off the weight"""
     trust_coefficient: Positive = key(0.001, "lars: its local learning rate")
     nesterov: Switch = key(False, "lars, sgd: Nesterov momentum")
     lr_in_momentum: Switch = key(False, "lars: true: the learning rate is inside the momentum buffer")
@@ -505,9 +495,7 @@ class TransferSection(Section):
     """`fastsuncet transfer`: the grid of fine-tuning runs on other data sets (paper, appendix C)."""
 
     root: Text | None = None
-    """folder that holds cifar-10-batches-py, cifar-100-python, VOCdevkit, or these in folders cifar10, cifar100,
-    voc07
-    """
+    """folder of cifar-10-batches-py, cifar-100-python, VOCdevkit, or of these in folders cifar10, cifar100, voc07"""
     datasets: Datasets = key(("cifar10", "cifar100", "voc07"), "the data sets to fine-tune on")
     download: Switch = key(False, "cifar10, cifar100: download them if root does not hold them")
     steps: Count = key(20_000, "updates of each run")

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, PositiveInt, ValidationError
 
 from fastsuncet.config import Config, flat
 from fastsuncet.config.schema import DEFAULTS
@@ -46,10 +46,8 @@ FREE = (
 )
 
 
-class EncoderRecord(BaseModel):
+class EncoderRecord(BaseModel, strict=True, extra="allow"):
     """What a record can say of its encoder: nothing but the source of a file of another program."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     source: str | None = None
     step: int | None = None
@@ -58,19 +56,15 @@ class EncoderRecord(BaseModel):
     ledger: dict[str, FiniteFloat] | None = None
 
 
-class LabelsRecord(BaseModel):
+class LabelsRecord(BaseModel, strict=True, extra="allow"):
     """What a record can say of the labels that were learned from."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     fraction: FiniteFloat | None = None
     count: int | None = None
 
 
-class Record(BaseModel):
+class Record(BaseModel, strict=True, extra="allow"):
     """The required keys of a record, which can hold further ones."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     kind: Literal["finetune", "knn", "npi", "linear", "accuracy", "transfer"]
     metrics: dict[str, FiniteFloat] = Field(min_length=1)
