@@ -59,9 +59,5 @@ def copy(name: str, file: Path) -> None:
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{file} exists; name another file: --copy FILE") from None
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{file.parent} does not exist; make this folder first, or name another file"
-        ) from None
+    except (FileExistsError, FileNotFoundError) as error:
+        raise ConfigError(f"{file}: {error.strerror}. Name another file: --copy FILE") from None

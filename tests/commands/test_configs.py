@@ -47,10 +47,10 @@ def test_configs_copy_means_the_same_in_another_folder(name, monkeypatch):
 def test_configs_keeps_a_file_and_suggests_the_nearest_name(capsys):
     Path("my.yaml").write_text("mine")
     assert cli.main(["configs", "in1k_simclr", "--copy", "my.yaml"]) == 2
-    assert capsys.readouterr().err == "error: my.yaml exists; name another file: --copy FILE\n"
+    assert capsys.readouterr().err == "error: my.yaml: File exists. Name another file: --copy FILE\n"
     assert Path("my.yaml").read_text() == "mine"
     assert cli.main(["configs", "in1k_simclr", "--copy", "missing/my.yaml"]) == 2
-    assert "error: missing does not exist; make this folder first" in capsys.readouterr().err
+    assert "error: missing/my.yaml: No such file or directory." in capsys.readouterr().err
     assert cli.main(["configs", "in1k_10"]) == 2
     assert "did you mean in1k_10pct?" in capsys.readouterr().err
 
