@@ -111,7 +111,7 @@ def test_mlflow_writes_to_a_server_and_reports_what_was_not_sent(tmp_path, monke
     fake, config = support.stand_in(monkeypatch, "mlflow"), config_of(tmp_path, "mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
     run(config, 0, 1)
-    assert list(fake.stores) == ["http://server"]
+    assert fake.uris == {"http://server"}
     fake.unsent = iter([RuntimeError("no\n  answer"), *(RuntimeError("too late"),) * 2])
     lost = "OSError: 3 lines of numbers not sent; the first: no answer"
     assert run(config, 1, 3)[-1] == FAILED.format("MLflow", lost)

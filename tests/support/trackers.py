@@ -64,13 +64,12 @@ def wandb(folder: Path) -> Held:
     """Return what all offline runs in FOLDER/wandb hold, which `wandb sync` would send as one run."""
     package = sys.modules["wandb"]
     package.teardown()  # waits for the process that writes
-    runs = sorted((folder / "wandb").glob("offline-run-*"))
-    begun = getattr(package, "begun", ())
-    assert (
-        len({each["id"] for each in begun} or {file.name for run in runs for file in run.glob("*.wandb")})
-        == 1
-    )
-    records = package.records if isinstance(package, FakeWandb) else chain.from_iterable(map(_records, runs))
+    if isinstance(package, FakeWandb):
+        ids, records = {each["id"] for each in package.begun}, package.records
+    else:
+        files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
+        ids, records = {file.name for file in files}, chain.from_iterable(map(_records, files))
+    assert len(ids) == 1
     config, numbers, pictures = {}, defaultdict(list), []
     for update, history, media in records:
         config |= update
@@ -88,11 +87,10 @@ def forget(name: str) -> None:
         kept._artifact_repos_cache.clear()
 
 
-def _records(run: Path):
+def _records(file: Path):
     """Yield (config, history, media files) of each record of a .wandb file: protobuf in LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
 
-    (file,) = run.glob("*.wandb")
     data, at, part = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         room = 32768 - at % 32768  # a block
@@ -141,33 +139,30 @@ class FakeWandb(ModuleType):
         def update(values: dict, allow_val_change: bool) -> None:
             self.records.append((json.loads(json.dumps(values)), {}, []))
 
-        config = SimpleNamespace(update=update)
-        return SimpleNamespace(
-            config=config, log=log, finish=lambda: None, define_metric=lambda *_, **__: None
-        )
+        nothing, config = lambda *_, **__: None, SimpleNamespace(update=update)
+        return SimpleNamespace(config=config, log=log, finish=nothing, define_metric=nothing)
 
 
 class FakeMlflow(ModuleType):
-    """`import mlflow` and `mlflow.entities`, as far as they are used: every store is in memory."""
+    """`import mlflow`, `mlflow.entities` and MlflowClient, as far as they are used: one store, in memory.
+
+    A param has one value for ever, a call takes 100 of them, a name has few characters.
+    """
 
     def __init__(self) -> None:
         super().__init__("mlflow")
-        self.stores: dict[str, list] = {}
+        self.uris: set[str] = set()
+        self.runs: dict[str, Any] | None = None  # None: no experiment yet
         self.unsent: Iterator[Exception] = iter(())  # what the next calls with numbers raise
-        self.MlflowClient = lambda tracking_uri: FakeClient(self, tracking_uri)
 
     Metric = namedtuple("Metric", "key value timestamp step")
     Param = namedtuple("Param", "key value")
 
-
-class FakeClient:
-    """MlflowClient: a param has one value for ever, a call takes 100 of them, a name has few characters."""
-
-    def __init__(self, package: FakeMlflow, uri: str):
-        is_file = uri.startswith("sqlite:///")
-        self.package, self.uri = package, "a file, which can be moved" if is_file else uri
-        self.place = Path(uri.removeprefix("sqlite:///")).with_name("mlflow") if is_file else None
-        self.runs = package.stores.get(self.uri)
+    def MlflowClient(self, tracking_uri):  # noqa: N802 - MLflow's name
+        self.uris.add(tracking_uri)
+        file = tracking_uri.removeprefix("sqlite:///")
+        self.place = Path(file).with_name("mlflow") if file != tracking_uri else None  # a file can be moved
+        return self
 
     def get_experiment_by_name(self, name):
         location = self.place and self.place.as_uri()
@@ -175,33 +170,29 @@ class FakeClient:
 
     def create_experiment(self, name, artifact_location=None):
         assert artifact_location == (self.place and self.place.as_uri())
-        self.runs = self.package.stores.setdefault(self.uri, [])
+        self.runs = {}
         return name
 
     def search_runs(self, experiments, query="", max_results=1000):
         mark = re.fullmatch(r"(?:tags\.(\w+) = '(\w+)')?", query)
-        assert mark, query
-        return [run for run in self.runs or () if not query or run.data.tags.get(mark[1]) == mark[2]]
+        return [run for run in self.runs.values() if not query or run.data.tags.get(mark[1]) == mark[2]]
 
     def create_run(self, experiment, *, tags, run_name):
         info = SimpleNamespace(run_id=f"run{len(self.runs)}", run_name=run_name, status="RUNNING")
         data = SimpleNamespace(params={}, metrics={}, tags=tags, history=defaultdict(list))
-        self.runs.append(SimpleNamespace(info=info, data=data))
-        return self.runs[-1]
-
-    def _run(self, number):
-        return next(run for run in self.runs if run.info.run_id == number)
+        self.runs[info.run_id] = SimpleNamespace(info=info, data=data)
+        return self.runs[info.run_id]
 
     def update_run(self, number, status):
-        self._run(number).info.status = status
+        self.runs[number].info.status = status
 
     def set_terminated(self, number):
         self.update_run(number, "FINISHED")
 
     def log_batch(self, number, metrics=(), params=()):
-        if metrics and (error := next(self.package.unsent, None)):
+        if metrics and (error := next(self.unsent, None)):
             raise error
-        data = self._run(number).data
+        data = self.runs[number].data
         assert len(params) <= 100
         for each in (*metrics, *params):
             assert re.fullmatch(r"[\w./ :-]+", each.key), each.key
@@ -224,7 +215,7 @@ class FakeClient:
         self.log_text(number, "a picture", artifact_file)
 
     def get_metric_history(self, number, key):
-        return self._run(number).data.history[key]
+        return self.runs[number].data.history[key]
 
 
 def stand_in(monkeypatch, name: str) -> ModuleType:
