@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -20,15 +20,16 @@ FIELDS = {
 }
 # A batch job can have a terminal, but its output mostly ends in a file, where a bar is one endless line.
 BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "KUBERNETES_SERVICE_HOST", "CI")
-BAR = "{percentage:3.0f}%|{bar}| {n}/{total} {elapsed}<{remaining}{postfix}"
+LOOK = "{percentage:3.0f}%|{bar}| {n}/{total} {elapsed}<{remaining}{postfix}"
+BAR: dict[str, Any] = {"bar_format": LOOK, "dynamic_ncols": True, "mininterval": 0.5, "miniters": 1}
 
 
 class ProgressBar:
     """`at(step)` moves the bar, `update(record)` shows a metrics line, `say(line)` prints anything else.
 
     `record` is what MetricsWriter.write returned: "step" and any of `losses` and FIELDS. The bar is drawn on standard
-    error if that is a terminal and no batch system started the run. Otherwise each record is a line of key=value pairs,
-    in columns, on standard output, and every line begins with the date and the time. `stream` replaces both.
+    error if that is a terminal and no batch system started the run. Otherwise each record is a line of key=value pairs
+    on standard output, and every line begins with the date and the time. `stream` replaces both.
     """
 
     def __init__(
@@ -38,20 +39,17 @@ class ProgressBar:
         losses: Sequence[str] = (),
         *,
         stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,  # seconds
     ):
-        self.total, self._clock = total, clock
+        self.total = total
         self._fields = {loss: (".4f", f"{loss} {{:.2f}}") for loss in losses} | FIELDS
         self._last: tuple[int, float] | None = None  # step and time of the last record
         self._pace: float | None = None  # seconds per update, smoothed over the intervals between records
-        self._widths: dict[str, int] = {}  # of each column of the lines so far
         self._bar: tqdm | None = None
         self._stream = stream or sys.stderr
         batch = os.environ.get("TERM") == "dumb" or any(name in os.environ for name in BATCH)
         # A terminal without a size (docker run -t can give one) gets lines: tqdm would draw nothing.
         if _width(self._stream) and not batch:
-            self._bar = tqdm(total=total, initial=start, file=self._stream, dynamic_ncols=True, bar_format=BAR,
-                             mininterval=0.5, miniters=1)  # fmt: skip
+            self._bar = tqdm(total=total, initial=start, file=self._stream, **BAR)
         elif stream is None:
             self._stream = sys.stdout
 
@@ -75,12 +73,8 @@ class ProgressBar:
             return
         values = {"step": f"{step}/{self.total}"}
         values |= {key: format(record[key], form) for key, (form, _) in known.items()}
-        cells = []
-        for key, value in {**values, "left": self._time_left(step)}.items():
-            cell = f"{key}={value}"
-            self._widths[key] = max(self._widths.get(key, 0), len(cell))
-            cells.append(cell.ljust(self._widths[key]))
-        self.say(" ".join(cells).rstrip())
+        values["left"] = self._time_left(step)
+        self.say(" ".join(f"{key}={value}" for key, value in values.items()))
 
     def say(self, line: str) -> None:
         """Print `line` without breaking the bar."""
@@ -101,7 +95,7 @@ class ProgressBar:
 
         The start-up, which that record includes, is in no pace.
         """
-        last, self._last = self._last, (step, self._clock())
+        last, self._last = self._last, (step, time.monotonic())
         if last is not None and step > last[0]:
             pace = (self._last[1] - last[1]) / (step - last[0])
             # A fifth: half of a change shows after three lines.
