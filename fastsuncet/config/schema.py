@@ -66,9 +66,7 @@ CountOrZero = Annotated[int, Ge(0), Le(MOST)]
 Few = Annotated[int, Ge(1), Le(1000)]
 FewOrZero = Annotated[int, Ge(0), Le(1000)]
 Width = Annotated[int, Ge(1), Le(100_000)]
-Prototypes = Annotated[
-    Width, Ge(2), described("a whole number from 2 to 100,000: all images are assigned to a single one")
-]
+Prototypes = Annotated[Width, Ge(2), described("a whole number from 2 to 100,000")]
 Seed = Annotated[int, Ge(0), Lt(2**63), described("a whole number from 0 to 2^63 - 1")]
 
 
@@ -90,9 +88,7 @@ Positive = Annotated[float, Gt(0), Le(MOST)]
 Strength = Annotated[Positive | Literal["auto"], described("a number above 0 and up to 1e9, or auto")]
 NotNegative = Annotated[float, Ge(0), Le(MOST)]
 Share = Annotated[float, Gt(0), Le(1), described("a share above 0 and up to 1, such as 0.1")]
-PartialShare = Annotated[
-    float, Gt(0), Lt(1), described("a share between 0 and 1 (learn from labels alone with instance: none)")
-]
+PartialShare = Annotated[float, Gt(0), Lt(1), described("a share between 0 and 1, such as 0.1")]
 ShareOrZero = Annotated[float, Ge(0), Le(1), described("a share from 0 to 1, such as 0.75")]
 Momentum = Annotated[float, Ge(0), Lt(1)]
 
@@ -506,8 +502,7 @@ class TransferSection(Section):
     """weight decays of the grid, each divided by the learning rate"""
     size: Pixels = key(224, "side of a crop, in pixels")
     resize: Pixels = key(256, "shorter side before the center crop, in pixels")
-    validation: Annotated[float, Gt(0), Lt(1), described("a share between 0 and 1, such as 0.1")] = 0.1
-    """share of CIFAR's training images; VOC07 has a validation set"""
+    validation: PartialShare = key(0.1, "share of CIFAR's training images; VOC07 has a validation set")
 
 
 class Sections(Section):
