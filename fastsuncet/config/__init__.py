@@ -91,18 +91,14 @@ class Config(Sections):
             reported = {each.key for each in problems}
             of_keys = (each for each in field_problems(error, document) if each.key not in reported)
             found += map(document.locate, of_keys)
-        wrong = [f"{key}." for each in found for key in (each.key, each.meant) if key]
-
-        def is_wrong(key: str) -> bool:
-            return any(each.startswith(f"{key}.") or f"{key}.".startswith(each) for each in wrong)
-
+        wrong = tuple(f"{key}." for each in found for key in (each.key, each.meant) if key)
         if config is None:
             values = flat(document.values)
-            right = {key: values[key] for key in CONFIG.values if key in values and not is_wrong(key)}
+            right = {k: values[k] for k in CONFIG.values if k in values and not f"{k}.".startswith(wrong)}
             config = cls.model_validate_json(json.dumps(nested(STAND_INS | right)))
         for each in broken(config):
-            keys = re.findall(r"\w+\.[\w.]+", f"{each.key} {each.text}")
-            if not any(map(is_wrong, keys)):
+            named = re.findall(r"\w+\.[\w.]+", f"{each.key} {each.text}")
+            if not any(f"{key}.".startswith(wrong) for key in named):
                 found.append(document.locate(each))
         if found:
             raise ConfigErrors(found)
