@@ -124,11 +124,13 @@ class Loader:
 
     def _replace(self, found: Mapping[int, str]) -> None:
         """Choose a stand-in for each bad image in `found` (index -> reason), and for each that had one of these."""
+        assert isinstance(self._plan, Plan), "an evaluation shows every image that it names"
+        plan = self._plan
         self.bad.update(self._by_path(found))
         known = {**self.replaced, **found}
         # An earlier stand-in can be among the bad ones now. One that is not is still the first good candidate.
         for bad in [bad for bad in known if self.replaced.get(bad, bad) in known]:
-            candidates = (self._plan.stand_in(bad, attempt) for attempt in range(STAND_IN_ATTEMPTS))
+            candidates = (plan.stand_in(bad, attempt) for attempt in range(STAND_IN_ATTEMPTS))
             stand_in = next((each for each in candidates if each not in known), None)
             if stand_in is None:
                 name = self._index.name(bad)
@@ -142,7 +144,7 @@ class Loader:
 def open_evaluation_loader(
     plan: EvaluationPlan, options: LoaderOptions | None = None
 ) -> Generator[list[torch.Tensor], None, None]:
-    """Return a generator of the views of one pass over images; its `close()` frees the engine.
+    """Yield the views of one pass over images; closing the generator frees the engine.
 
     Each step gives what `Loader` gives. Every image is shown once, in the order of the plan, and the last batch is
     ragged. An image of the size that `Center` asks for passes unchanged. One decoder serves all rows, because a result
@@ -153,15 +155,11 @@ def open_evaluation_loader(
     loader = Loader(plan, replace(options or LoaderOptions(), hw_decoder_share=0.0), bad_images=None)
     if bad := sorted(index.bad.keys() & set(plan.indices.tolist())):
         raise BadImage([(str(index.path(i)), index.bad[i]) for i in bad], allowed=None)
-
-    def one_pass() -> Generator[list[torch.Tensor], None, None]:
-        try:
-            for step in range(len(plan)):
-                yield loader(step)
-        finally:
-            loader.close()
-
-    return one_pass()
+    try:
+        for step in range(len(plan)):
+            yield loader(step)
+    finally:
+        loader.close()
 
 
 def _resolved(plan: Plan | EvaluationPlan, options: LoaderOptions) -> LoaderOptions:

@@ -112,11 +112,8 @@ class ClassSampler:
 
     Images: a visit takes m images of its class. A class with n_c >= m images makes floor(n_c / m) visits out of one
     permutation of all its images (a cycle that leaves it out counts as one), then draws the next: no image twice in a
-    visit, and none reserved for a rank (the authors' code, at 64 ranks, fixes two images per class and rank for the
-    whole run; that flaw is not copied). A class with n_c < m goes round one permutation, a fresh one each visit: any
-    n_c images in a row are distinct, so no rank meets an image twice while it has n <= n_c rows of the class, and
-    within a visit one image is used at most once more than another. Repeats, each under its own augmentation, are
-    positives of themselves; `notes()` says so. Nothing here depends on n, so this holds for any number of ranks.
+    visit, and none reserved for a rank. A class with n_c < m goes round one permutation, a fresh one each visit: any
+    n_c images in a row are distinct, and one is used at most once more than another. `notes()` names such classes.
 
     Raises DataError: fewer classes with labels than C, or C * m not a multiple of `world_size`.
     """

@@ -111,7 +111,7 @@ class EvaluationPlan:
         return -(-len(self.indices) // self.batch)
 
     def __call__(self, step: int, replaced: Mapping[int, int] | None = None) -> BatchDraws:
-        """Return the draws of `step`. `replaced` must be empty: see `stand_in`."""
+        """Return the draws of `step`. `replaced` must be empty: an evaluation shows every image."""
         assert not replaced
         if step >= len(self):
             raise StopIteration  # the end, for an engine that reads ahead
@@ -119,10 +119,6 @@ class EvaluationPlan:
         indices = self.indices[start : start + self.batch]
         # The position is the only counter, whatever the batch size, so the step is always 0.
         return _draws(self, step, indices, counter=0, first_row=self.first + start)
-
-    def stand_in(self, bad: int, attempt: int) -> int:
-        """Raise ValueError: an evaluation over other images than those asked for would be another evaluation."""
-        raise ValueError("an evaluation shows every image that it names: none can stand in for another")
 
 
 def _draws(

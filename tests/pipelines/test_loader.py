@@ -281,7 +281,7 @@ def test_evaluation_shares_no_batch_between_two_decoders(index, monkeypatch):
     opened_with = mock.Mock()
     monkeypatch.setattr("pipelines.loader.Loader", opened_with)
     plan = EvaluationPlan(index, np.arange(3), 2, ())
-    open_evaluation_loader(plan, LoaderOptions(threads=7, hw_decoder_share=0.5))
+    next(open_evaluation_loader(plan, LoaderOptions(threads=7, hw_decoder_share=0.5)))
     assert opened_with.call_args.args == (plan, LoaderOptions(threads=7))
 
 
@@ -302,7 +302,7 @@ def test_evaluation_never_skips_a_bad_image(own, reader):
     spoil(own.path(9), "page.jpg")
     known = image_folder(own.root)
     with pytest.raises(BadImage, match="not an image") as caught:
-        evaluation(known, np.arange(12), reader)
+        next(evaluation(known, np.arange(12), reader))
     assert [path for path, _ in caught.value.files] == [str(own.path(9))]
     assert len(list(evaluation(known, np.arange(9), reader))) == 3  # it is not asked for
 

@@ -76,8 +76,6 @@ def test_evaluation_plan_shows_every_image_once_in_order(index):
     assert [len(draws.indices) for draws in steps] == [3, 3, 1]
     with pytest.raises(StopIteration):
         one_pass(index)(3)
-    with pytest.raises(ValueError, match="stand in"):
-        one_pass(index).stand_in(7, 0)
 
 
 def test_evaluation_plan_view_depends_on_its_position_alone(index):
