@@ -17,7 +17,7 @@ from PIL import Image
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets import folders
-from pipelines.datasets.folders import image_folder, look_again
+from pipelines.datasets.folders import image_folder
 from pipelines.datasets.image_headers import image_size, read_rgb
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.index_file import load_index, save_index
@@ -138,16 +138,13 @@ def test_index_in_memory_has_no_paths_and_is_not_saved(tmp_path):
         {"labels": np.array([0])},
         {"labels": np.array([0, 1])},
         {"labels": np.array([0, -2])},
-        {"labels": np.array([0, 0], np.int32)},
         {"sizes": np.zeros((2, 2))},
-        {"sizes": np.zeros((2, 3), np.int32)},
         {"stamps": np.zeros((1, 2), np.int64)},
-        {"pixels": np.zeros((3, 4, 4, 3), np.uint8)},
         {"pixels": np.zeros((2, 4, 4, 1), np.uint8)},
-        {"pixels": np.zeros((2, 4, 4, 3), np.float32)},
+        {"presence": np.array([[1], [2]], np.int8)},
+        {"presence": np.array([[1]], np.int8)},
         {"bad": {2: "why"}},
-        {"bad": {-1: "why"}},
-        {"changed": (2,)},
+        {"changed": (-1,)},
     ],
 )
 def test_index_refuses_parts_that_do_not_fit(changes):
@@ -189,15 +186,6 @@ def test_load_index_gives_what_was_saved(index, tmp_path):
     assert loaded.stamps.tolist() == index.stamps.tolist()
     assert loaded.folders == index.folders and list(index.folders) == ["", "cat", "dog"]
     assert os.listdir(tmp_path / "new") == ["index.npz"]
-
-
-def test_load_index_follows_moved_data(kept, folder, tmp_path):
-    moved = folder.rename(tmp_path / "moved")
-    assert load_index(kept, root=moved).path(0).exists()
-    gone = r"4 of the 4 files .*found under .*images: cat/a.jpg, cat/b.png, dog/a.jpg, \.\.\."
-    with pytest.raises(DataError, match=gone):
-        look_again(load_index(kept))
-    assert len(load_index(kept)) == 4
 
 
 @pytest.mark.filterwarnings("error")
