@@ -32,7 +32,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipelines.datasets.in_memory import digits
+from pipelines.datasets.published import digits
 from tests.support.streams import BACKENDS, SMALL, opened, unlabeled
 
 

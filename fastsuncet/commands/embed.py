@@ -33,8 +33,8 @@ from fastsuncet.training.determinism import set_determinism
 from pipelines import atomic_files
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import image_list, image_tree
-from pipelines.datasets.in_memory import pixel_index
 from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.published import pixel_index
 from pipelines.output import counted, say_line
 from pipelines.sampling.augmentation import Center
 

@@ -117,7 +117,7 @@ def _open(config: Config, *, train: bool, scan: bool, index: ImageIndex | None =
 
 def in_memory(config: Config, *, train: bool, download: bool = False) -> ImageIndex:
     """Return the images of a kind that is held in memory."""
-    from pipelines.datasets.in_memory import cifar, digits, synthetic
+    from pipelines.datasets.published import cifar, digits, synthetic
 
     data, made = config.data, config.data.synthetic
     if data.kind == "digits":

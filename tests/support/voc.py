@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from pipelines.datasets.voc07 import CLASSES
+from pipelines.datasets.published import VOC_CLASSES
 from tests.support.pictures import texture
 
 
@@ -21,7 +21,7 @@ def write_voc(root: Path, train: int = 6, val: int = 5, test: int = 7) -> dict[s
     counts = {"train": train, "val": val, "test": test}
     presence, images, number = {}, {}, 0
     for part, count in counts.items():
-        rows = draws.choice([1, -1, -1, 0], (count, len(CLASSES))).astype(np.int8)
+        rows = draws.choice([1, -1, -1, 0], (count, len(VOC_CLASSES))).astype(np.int8)
         rows[0], rows[1] = 1, -1
         presence[part], images[part] = rows, []
         for i in range(count):
@@ -32,7 +32,7 @@ def write_voc(root: Path, train: int = 6, val: int = 5, test: int = 7) -> dict[s
                 picture[:20] = (250, 10, 10)
             Image.fromarray(picture).save(folder / "JPEGImages" / f"{number:06d}.jpg", quality=92)
     for part, rows in presence.items():
-        for column, name in enumerate(CLASSES):
+        for column, name in enumerate(VOC_CLASSES):
             lines = [f"{one} {value:2d}\n" for one, value in zip(images[part], rows[:, column])]
             (folder / "ImageSets" / "Main" / f"{name}_{part}.txt").write_text("".join(lines))
     return presence

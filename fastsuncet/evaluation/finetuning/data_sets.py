@@ -20,10 +20,9 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.scoring import per_class, share_right
 from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
-from pipelines.datasets.in_memory import cifar
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import draw_held_out, labeled_split
-from pipelines.datasets.voc07 import part_size, voc07
+from pipelines.datasets.published import cifar, part_size, voc07
 
 RECALLS = 11  # 0, 0.1, ..., 1: those of VOC 2007's average precision
 # Takes logits (N, classes), and the index and N numbers of their images; returns the metric, and what a result says of

@@ -103,13 +103,6 @@ def test_draws_never_change():
     assert view.order.tolist() == [[2, 3, 0, 1], [1, 0, 2, 3], [1, 3, 0, 2]]
 
 
-@given(seeds, st.integers(0, 2**40), st.integers(0, 2**30), st.integers(1, 70))
-def test_uniform_at_a_position_is_what_reading_on_reaches(seed, step, block, count):
-    ahead = uniform(seed, "a", (block, 0, 0, step), 4 * 5 + count)
-    np.testing.assert_array_equal(ahead[20:], uniform(seed, "a", (block + 5, 0, 0, step), count))
-    assert (ahead >= 0).all() and (ahead < 1).all()
-
-
 COUNT = 20_000
 
 

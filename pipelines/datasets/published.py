@@ -1,14 +1,17 @@
-"""Small data sets held in memory as uint8: CIFAR-10 and CIFAR-100, scikit-learn's digits, generated images.
+"""Data sets as others publish them: CIFAR-10, CIFAR-100, PASCAL VOC 2007, scikit-learn's digits. And generated images.
 
-torchvision compares the MD5 of every file of CIFAR's authors with the published one before it unpickles any of them.
+All but VOC's are held in memory as uint8. torchvision compares the MD5 of every file of CIFAR's authors with the
+published one before it unpickles any of them.
 """
 
 import functools
 import http.client
 import importlib.util
 import math
+import re
 import socket
 import tarfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +21,19 @@ import numpy as np
 from PIL import Image
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.folders import image_folder
+from pipelines.datasets.folders import image_folder, with_headers
 from pipelines.datasets.image_headers import in_threads, read_rgb
 from pipelines.datasets.index import ImageIndex, class_numbers
 from pipelines.datasets.string_table import Names
+from pipelines.output import first_five
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
 
+VOC_CLASSES = (
+    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable"),
+    *("dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
+)
 # Bytes of generated pixels. A larger data set is not small, and every rank holds a copy.
 _LIMIT = 4 << 30
 _TIMEOUT = 60  # seconds without a byte
@@ -116,6 +124,65 @@ def _fetched(dataset: "type[CIFAR10]", root: Path, train: bool) -> "CIFAR10":
         ) from error
     finally:
         socket.setdefaulttimeout(before)
+
+
+def voc07(root: str | Path, *parts: str) -> ImageIndex:
+    """Return PASCAL VOC 2007's images of parts (train, val, test) with `presence` (N, 20), in the order of its lists.
+
+    A list of ImageSets/Main, CLASS_PART.txt, has a line `ID VALUE` for every image of the part: 1 the class is in the
+    image, -1 it is not, 0 it is there but too difficult to be counted. The boxes in Annotations/ are not read.
+
+    `root` holds VOCdevkit, or is VOCdevkit, or VOC2007 in it. No image has a single label: `labels` are -1. Raises
+    DataError with file and line: a missing list, a wrong line, lists of different images, an image in two parts. An
+    image without its file is a bad one.
+    """
+    folder = _voc_folder(Path(root).expanduser())
+    names, columns = [], [[] for _ in VOC_CLASSES]
+    for part in parts:
+        first, images, _ = _voc_list(folder, VOC_CLASSES[0], part)
+        names += images
+        for name, column in zip(VOC_CLASSES, columns):
+            path, others, values = _voc_list(folder, name, part)
+            if others != images:
+                raise DataError(f"{path} names other images than {first}, or in another order")
+            column += values
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{folder}: {first_five(twice)} twice in the lists of {' and '.join(parts)}")
+    files = [f"JPEGImages/{name}.jpg" for name in names]
+    index = with_headers(folder, files, np.full(len(names), -1), VOC_CLASSES)
+    return replace(index, presence=np.array(columns, np.int8).T.copy())
+
+
+def part_size(root: str | Path, part: str) -> int:
+    """Return the number of images of one part, from a list of it. Raises DataError as `voc07`."""
+    return len(_voc_list(_voc_folder(Path(root).expanduser()), VOC_CLASSES[0], part)[1])
+
+
+def _voc_folder(root: Path) -> Path:
+    for folder in (root / "VOCdevkit" / "VOC2007", root / "VOC2007", root):
+        if (folder / "ImageSets" / "Main").is_dir():
+            return folder
+    raise DataError(
+        f"no PASCAL VOC 2007 under {root}: neither VOCdevkit/VOC2007/ImageSets/Main nor the inner folders; unpack "
+        "VOCtrainval_06-Nov-2007.tar and VOCtest_06-Nov-2007.tar there"
+    )
+
+
+def _voc_list(folder: Path, name: str, part: str) -> tuple[Path, list[str], list[int]]:
+    """Return a list, its images and their values."""
+    path = folder / "ImageSets" / "Main" / f"{name}_{part}.txt"
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        archive = f"VOC{'test' if part == 'test' else 'trainval'}_06-Nov-2007.tar"
+        raise DataError(f"there is no {path}: {archive} has it, unpack that one over the others") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read the list {path}: {error}") from error
+    found = [re.fullmatch(r"\s*([A-Za-z0-9_]+)\s+(-1|0|1)\s*", line) for line in lines]
+    if None in found or not lines:
+        number = found.index(None) + 1 if lines else 1
+        raise DataError(f"{path} line {number} is not the name of an image and 1, -1 or 0")
+    return path, [each[1] for each in found if each], [int(each[2]) for each in found if each]
 
 
 def digits(*, train: bool = True) -> ImageIndex:

@@ -1,9 +1,10 @@
-"""CIFAR-10 and CIFAR-100 from the authors' files, their archive, a server and folders; scikit-learn's digits."""
+"""CIFAR from the authors' files, their archive, a server and folders; digits; VOC 2007 from its lists."""
 
 import hashlib
 import io
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -18,13 +19,16 @@ from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import join
 from pipelines.data_errors import DataError
-from pipelines.datasets.in_memory import cifar, digits
+from pipelines.datasets.index_file import load_index, save_index
+from pipelines.datasets.published import VOC_CLASSES, cifar, digits, part_size, voc07
 from tests.support.archives import Trap, tar_of
 from tests.support.pictures import write_image
 from tests.support.runs import CONFIGS
+from tests.support.streams import evaluation
+from tests.support.voc import write_voc
 
 ROWS = 12  # images in a batch; the format does not fix it
-CLASSES = {kind: [f"c{i:02}" for i in range(count)] for kind, count in (("cifar10", 10), ("cifar100", 100))}
+NAMES = {kind: [f"c{i:02}" for i in range(count)] for kind, count in (("cifar10", 10), ("cifar100", 100))}
 KINDS = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}
 
 
@@ -42,7 +46,7 @@ class Published:
                 self.files[name] = pickle.dumps(batch, 2)
             monkeypatch.setattr(self.torchvision, attribute, [[n, md5(self.files[n])] for n in names])
         meta = self.torchvision.meta
-        self.files[meta["filename"]] = content = pickle.dumps({meta["key"]: CLASSES[kind]}, 2)
+        self.files[meta["filename"]] = content = pickle.dumps({meta["key"]: NAMES[kind]}, 2)
         monkeypatch.setitem(meta, "md5", md5(content))
         self.train = [name for name, _ in self.torchvision.train_list]
         self.test = [name for name, _ in self.torchvision.test_list]
@@ -53,7 +57,7 @@ class Published:
     def batch(self, seed: int) -> dict:
         draws = np.random.default_rng(seed)
         pixels = draws.integers(0, 256, (ROWS, 3072), dtype=np.uint8)
-        labels = draws.integers(0, len(CLASSES[self.kind]), ROWS).tolist()
+        labels = draws.integers(0, len(NAMES[self.kind]), ROWS).tolist()
         return {"data": pixels, "coarse_labels": [0] * ROWS, self.key: labels}
 
     def labels(self, names: list[str]) -> list[int]:
@@ -92,7 +96,7 @@ def test_cifar_authors_files(published, tmp_path, flat):
         assert index.labels.dtype == np.int64 and index.labels.tolist() == published.labels(names)
         assert index.sizes.tolist() == [[32, 32]] * len(index) and index.root is None
         assert index.name(7) == f"{'train' if train else 'test'}/00007"
-        assert index.classes == tuple(CLASSES[published.kind])
+        assert index.classes == tuple(NAMES[published.kind])
 
 
 @pytest.mark.parametrize("harm", ["missing", "changed", "cut short", "hostile"])
@@ -166,14 +170,14 @@ def test_cifar_names_a_failed_download_and_tries_again(published, tmp_path, monk
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cifar_reads_folders_into_memory(kind, tmp_path):
-    for name in CLASSES[kind]:
+    for name in NAMES[kind]:
         write_image(tmp_path / "train" / name / "1.png", 32, 32)
         write_image(tmp_path / "test" / name / "7.png", 32, 32)
     train = cifar(kind, tmp_path)
-    count = len(CLASSES[kind])
+    count = len(NAMES[kind])
     assert train.pixels.shape == (count, 32, 32, 3) and train.labels.tolist() == list(range(count))
-    assert cifar(kind, tmp_path, train=False).name(0) == f"{CLASSES[kind][0]}/7.png"
-    name = CLASSES[kind][0]
+    assert cifar(kind, tmp_path, train=False).name(0) == f"{NAMES[kind][0]}/7.png"
+    name = NAMES[kind][0]
     with Image.open(tmp_path / "train" / name / "1.png") as image:
         assert np.array_equal(train.pixels[0], np.asarray(image))
     jpeg, narrow = (write_image(tmp_path / "a.jpg", width, 32).read_bytes() for width in (32, 31))
@@ -224,3 +228,84 @@ def test_digits_say_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
     with pytest.raises(DataError, match="pip install scikit-learn"):
         digits()
+
+
+def lists(root):
+    return root / "VOCdevkit" / "VOC2007" / "ImageSets" / "Main"
+
+
+def rewrite(root, name: str, change) -> None:
+    path = lists(root) / name
+    lines = path.read_text().splitlines()
+    change(lines)
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_voc07_parts_have_their_images_and_presence(tmp_path):
+    presence = write_voc(tmp_path)
+    assert len(VOC_CLASSES) == 20 and list(VOC_CLASSES) == sorted(VOC_CLASSES)
+    for parts in (["train"], ["val"], ["test"], ["train", "val"]):
+        index = voc07(tmp_path, *parts)
+        assert sum(part_size(tmp_path, part) for part in parts) == len(index)
+        assert np.array_equal(index.presence, np.concatenate([presence[part] for part in parts]))
+        assert index.presence.dtype == np.int8
+        assert set(index.presence.ravel().tolist()) == {1, 0, -1}
+        assert (index.labels == -1).all() and index.classes == VOC_CLASSES
+        assert (index.sizes >= 40).all() and not index.bad
+    for outer in ("VOCdevkit", "VOCdevkit/VOC2007"):
+        assert voc07(tmp_path / outer, "train", "val").fingerprint() == index.fingerprint()
+    assert index.name(10) == "JPEGImages/000011.jpg" and index.path(0).is_file()
+    loader = evaluation(index, np.arange(len(index)), "torchvision", 4, 24, 28)
+    assert [tuple(images.shape) for (images,) in loader] == [(4, 3, 24, 24), (4, 3, 24, 24), (3, 3, 24, 24)]
+
+
+def test_presence_is_in_the_fingerprint_and_the_kept_index(tmp_path):
+    write_voc(tmp_path)
+    index = voc07(tmp_path, "val")
+    other = index.presence.copy()
+    other[2, 3] = -other[2, 3] or 1
+    assert replace(index, presence=other).fingerprint() != index.fingerprint()
+    save_index(index, tmp_path / "kept.npz")
+    assert np.array_equal(load_index(tmp_path / "kept.npz").presence, index.presence)
+
+
+def set_line(number, text):
+    return lambda lines: lines.__setitem__(number - 1, text)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (set_line(2, "000008"), r"cat_val.txt line 2 is not the name of an image and 1, -1 or 0"),
+        (set_line(2, "000008 1 1"), "line 2 is not"),
+        (set_line(3, "000009 2"), "line 3 is not"),
+        (set_line(3, "../../x 1"), "line 3 is not"),
+        (lambda lines: lines.clear(), "line 1 is not"),
+        (set_line(3, "000007 1"), "cat_val.txt names other images than .*aeroplane_val.txt"),
+        (lambda lines: lines.pop(3), "cat_val.txt names other images"),
+    ],
+)
+def test_voc07_names_a_wrong_list_with_its_line(tmp_path, change, said):
+    write_voc(tmp_path)
+    rewrite(tmp_path, "cat_val.txt", change)
+    with pytest.raises(DataError, match=said):
+        voc07(tmp_path, "val")
+
+
+def test_voc07_names_an_image_of_two_parts(tmp_path):
+    write_voc(tmp_path)
+    for name in VOC_CLASSES:
+        rewrite(tmp_path, f"{name}_val.txt", lambda lines: lines.append("000003 1"))
+    with pytest.raises(DataError, match="VOC2007: 000003 twice in the lists of train and val"):
+        voc07(tmp_path, "train", "val")
+
+
+def test_voc07_names_what_is_missing_and_where_it_is(tmp_path):
+    with pytest.raises(DataError, match=r"no PASCAL VOC 2007 under .*VOCtrainval_06-Nov-2007.tar"):
+        voc07(tmp_path, "train")
+    write_voc(tmp_path)
+    (lists(tmp_path) / "sofa_test.txt").unlink()
+    with pytest.raises(DataError, match=r"there is no .*sofa_test.txt: VOCtest_06-Nov-2007.tar has it"):
+        voc07(tmp_path, "test")
+    (tmp_path / "VOCdevkit" / "VOC2007" / "JPEGImages" / "000008.jpg").unlink()
+    assert voc07(tmp_path, "val").bad == {1: "no such file"}
