@@ -1,6 +1,8 @@
-"""Which images a step sees, by counting: every promise of the samplers' docstrings."""
+"""Which images a step sees, by counting, with which draws, and which image stands in for a bad one."""
 
 from collections import Counter
+from dataclasses import fields
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -9,14 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.data_errors import DataError
+from pipelines.sampling.augmentation import Augmentation, ViewParams
 from pipelines.sampling.samplers import ClassSampler, UnlabeledSampler, permutation
+from pipelines.sampling.step_plan import EvaluationPlan
+from tests.support.streams import labeled, unlabeled
+
+CROP = Augmentation(size=32, jitter=0.0, gray=0.0, blur=0.0)
+WANTED = np.array([7, 0, 11, 3, 3, 5, 1])  # an image can be asked for twice
 
 
 def global_batch(sampler, step):
     return np.concatenate([sampler.rows(step, rank) for rank in range(sampler.world_size)])
 
 
-def labeled(counts):
+def numbered(counts):
     """Indices 0, 1, ... of which `counts[c]` are of class c, shuffled as in a data set."""
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
     return np.arange(len(labels)), labels
@@ -36,8 +44,8 @@ def test_permutation_sorts_the_raw_words_of_philox_and_never_changes():
     [
         lambda ranks: UnlabeledSampler(50, 12, ranks, seed=3),
         lambda ranks: UnlabeledSampler(50, 12, ranks, 3, np.arange(0, 100, 2)),
-        lambda ranks: ClassSampler(*labeled([1, 5, 9, 60]), 3, 12, ranks, seed=3),
-        lambda ranks: ClassSampler(*labeled([1, 5, 9, 60]), 3, 4, ranks, seed=3),
+        lambda ranks: ClassSampler(*numbered([1, 5, 9, 60]), 3, 12, ranks, seed=3),
+        lambda ranks: ClassSampler(*numbered([1, 5, 9, 60]), 3, 4, ranks, seed=3),
     ],
 )
 def test_samplers_batch_is_the_same_in_any_order_and_on_any_number_of_ranks(make):
@@ -107,7 +115,7 @@ def test_class_rows_are_interleaved_shared_and_distinct_where_possible(
     counts, chosen, n, world_size, step, seed
 ):
     C = min(chosen, len(counts))
-    indices, labels = labeled(counts)
+    indices, labels = numbered(counts)
     sampler = ClassSampler(indices + 1000, labels, C, n * world_size, world_size, seed)
     classes = sampler.classes(step).tolist()
     assert len(set(classes)) == C
@@ -133,7 +141,7 @@ def test_class_rows_are_interleaved_shared_and_distinct_where_possible(
 def test_class_cycles_visit_a_class_once_and_its_images_before_one_returns(counts, chosen, m):
     """A cycle leaves out less than a step's classes, and a permutation serves floor(n / m) visits."""
     C = min(chosen, len(counts))
-    sampler = ClassSampler(*labeled(counts), C, m, 1, seed=4)
+    sampler = ClassSampler(*numbered(counts), C, m, 1, seed=4)
     assert sampler.steps_per_cycle == len(counts) // C
     seen: dict[tuple[int, int], list[int]] = {}
     for cycle in range(20):
@@ -150,16 +158,16 @@ def test_class_cycles_visit_a_class_once_and_its_images_before_one_returns(count
 
 def test_class_images_of_a_rank_and_the_left_out_classes_change_over_the_run():
     """The authors' code at 64 ranks has two images a class and rank, the same two for the whole run."""
-    sampler = ClassSampler(*labeled([128] * 2), 2, 128, 64, seed=0)
+    sampler = ClassSampler(*numbered([128] * 2), 2, 128, 64, seed=0)
     seen = {image for step in range(40) for image in sampler.rows(step, rank=5).tolist()}
     assert len(seen) > 100  # 2 classes x 2 images x 40 steps = 160 draws out of 256
-    sampler = ClassSampler(*labeled([4] * 3), 2, 4, 1, seed=0)
+    sampler = ClassSampler(*numbered([4] * 3), 2, 4, 1, seed=0)
     drawn = Counter(label for step in range(1500) for label in sampler.classes(step).tolist())
     assert all(abs(count - 1000) < 100 for count in drawn.values()) and len(drawn) == 3
 
 
 def test_class_order_of_listing_does_not_matter_and_labels_can_have_gaps():
-    indices, labels = labeled([5, 9, 30])
+    indices, labels = numbered([5, 9, 30])
     shuffle = np.random.default_rng(1).permutation(len(indices))
     one, other = (ClassSampler(indices[o], labels[o], 2, 4, 1, 0) for o in (slice(None), shuffle))
     assert all(one.rows(step, 0).tolist() == other.rows(step, 0).tolist() for step in range(20))
@@ -168,10 +176,10 @@ def test_class_order_of_listing_does_not_matter_and_labels_can_have_gaps():
 
 
 def test_class_draws_differ_by_seed_by_class_and_from_the_classes_order():
-    indices, labels = labeled([20] * 8)
+    indices, labels = numbered([20] * 8)
     one, other = (ClassSampler(indices, labels, 2, 4, 1, seed) for seed in (0, 1))
     assert [one.classes(s).tolist() for s in range(8)] != [other.classes(s).tolist() for s in range(8)]
-    one, other = (ClassSampler(*labeled([20]), 1, 20, 1, seed) for seed in (0, 1))
+    one, other = (ClassSampler(*numbered([20]), 1, 20, 1, seed) for seed in (0, 1))
     assert one.rows(0, 0).tolist() != other.rows(0, 0).tolist()
     sampler = ClassSampler(np.arange(64), np.repeat(np.arange(8), 8), 8, 8, 1, seed=0)
     classes, rows = sampler.classes(0).tolist(), sampler.rows(0, 0)
@@ -181,15 +189,15 @@ def test_class_draws_differ_by_seed_by_class_and_from_the_classes_order():
 
 def test_class_notes_name_what_is_empty_left_over_shared_and_repeated():
     names = ["ant", "bee", "cat", "dog", "elk", "fox"]
-    sampler = ClassSampler(*labeled([0, 1, 2, 3, 40, 40]), 4, 8, 4, seed=0, class_names=names)
+    sampler = ClassSampler(*numbered([0, 1, 2, 3, 40, 40]), 4, 8, 4, seed=0, class_names=names)
     empty, chunks, shared, repeated = sampler.notes()
     assert "1 of 6 classes" in empty and empty.endswith("never drawn: ant")
     assert "every step leaves out 1" in chunks
     assert "the 8 a batch takes" in shared and shared.endswith(": cat (2), dog (3)")
     assert "the 2 a rank takes" in repeated and repeated.endswith(": bee (1)")
-    many = ClassSampler(*labeled([2] * 30), 5, 4, 2, seed=0)
+    many = ClassSampler(*numbered([2] * 30), 5, 4, 2, seed=0)
     assert many.notes()[-1].endswith("0 (2), 1 (2), 2 (2), 3 (2), 4 (2) and 25 more")
-    assert ClassSampler(*labeled([8, 9, 10, 11]), 2, 8, 4, seed=0, class_names="abcd").notes() == []
+    assert ClassSampler(*numbered([8, 9, 10, 11]), 2, 8, 4, seed=0, class_names="abcd").notes() == []
 
 
 @pytest.mark.parametrize(
@@ -198,11 +206,87 @@ def test_class_notes_name_what_is_empty_left_over_shared_and_repeated():
         (lambda: UnlabeledSampler(7, 8, 1, seed=0), "do not fill one global batch of 8"),
         (lambda: UnlabeledSampler(100, 10, 3, seed=0), "10 does not divide among 3 ranks"),
         (lambda: UnlabeledSampler(100, 0, 1, seed=0), "= 0"),
-        (lambda: ClassSampler(*labeled([4, 0, 4]), 3, 2, 1, seed=0), "3 classes cannot be drawn from 2"),
-        (lambda: ClassSampler(*labeled([4, 4]), 0, 2, 1, seed=0), "of 0 classes"),
-        (lambda: ClassSampler(*labeled([4, 4]), 1, 3, 2, seed=0), "3 does not divide among 2 ranks"),
+        (lambda: ClassSampler(*numbered([4, 0, 4]), 3, 2, 1, seed=0), "3 classes cannot be drawn from 2"),
+        (lambda: ClassSampler(*numbered([4, 4]), 0, 2, 1, seed=0), "of 0 classes"),
+        (lambda: ClassSampler(*numbered([4, 4]), 1, 3, 2, seed=0), "3 does not divide among 2 ranks"),
     ],
 )
 def test_samplers_refuse_an_impossible_batch_with_its_numbers(make, message):
     with pytest.raises(DataError, match=message):
         make()
+
+
+def test_plan_streams_of_other_roles_seeds_views_and_steps_differ(index):
+    plans = [unlabeled(index), unlabeled(index, seed=1), unlabeled(index, role="other")]
+    boxes = [plan(0).views[0].box for plan in plans]
+    boxes += [plans[0](0).views[1].box, plans[0](1).views[0].box]
+    for i, box in enumerate(boxes):
+        assert not any((box == other).all(1).any() for other in boxes[i + 1 :])
+
+
+@pytest.mark.parametrize("plan", [unlabeled, partial(labeled, indices=np.arange(0, 24, 2))])
+def test_plan_of_ranks_joined_is_one_processes(index, plan):
+    for step in (0, 1, 7):
+        one, *ranks = (plan(index, world_size=n, rank=k)(step) for n, k in ((1, 0), (2, 0), (2, 1)))
+        for name in ("indices", "labels"):
+            joined = np.concatenate([getattr(draws, name) for draws in ranks])
+            np.testing.assert_array_equal(joined, getattr(one, name))
+        for view, parts in zip(one.views, zip(*(draws.views for draws in ranks)), strict=True):
+            for field in fields(ViewParams):
+                joined = np.concatenate([getattr(part, field.name) for part in parts])
+                np.testing.assert_array_equal(joined, getattr(view, field.name))
+
+
+def test_plan_stand_ins_come_from_the_class_first_and_then_from_the_stream(index):
+    few = np.arange(0, 24, 2)
+    plan, bad = labeled(index, few), int(few[0])
+    early = {plan.stand_in(bad, attempt) for attempt in range(16)}
+    late = {plan.stand_in(bad, attempt) for attempt in range(16, 200)}
+    assert (index.labels[list(early)] == index.labels[bad]).all() and len(early) > 1
+    assert late == set(few.tolist())
+    assert {unlabeled(index).stand_in(bad, attempt) for attempt in range(400)} == set(range(24))
+    assert len({unlabeled(index).stand_in(image, 0) for image in range(24)}) > 8  # not one for all
+
+
+def test_plan_stand_in_gets_its_own_crop_and_label_and_the_rows_other_draws(index):
+    plan, (bad, *_) = unlabeled(index), unlabeled(index)(0).indices
+    stand_in = plan.stand_in(int(bad), 0)
+    assert stand_in == unlabeled(index, world_size=2, rank=1).stand_in(int(bad), 0)  # on every rank
+    before, after = plan(0), plan(0, {int(bad): stand_in})
+    assert after.indices[0] == stand_in and after.labels[0] == index.labels[stand_in]
+    # What a run would show whose sampler had drawn the stand-in in that row.
+    plan.sampler.rows = lambda step, rank: after.indices
+    for field in fields(ViewParams):
+        values, drawn, others = (getattr(each.views[0], field.name) for each in (after, plan(0), before))
+        np.testing.assert_array_equal(values, drawn)
+        first = 1 if field.name == "box" else 0
+        np.testing.assert_array_equal(values[first:], others[first:])
+
+
+def one_pass(index, indices=WANTED, batch=3, views=2, **options) -> EvaluationPlan:
+    options = {"seed": 5, "role": "supports", **options}
+    return EvaluationPlan(index, indices, batch, (CROP,) * views, **options)
+
+
+def boxes(plan: EvaluationPlan, view: int = 0) -> np.ndarray:
+    return np.concatenate([plan(step).views[view].box for step in range(len(plan))])
+
+
+def test_evaluation_plan_shows_every_image_once_in_order(index):
+    steps = [one_pass(index)(step) for step in range(3)]
+    assert np.concatenate([draws.indices for draws in steps]).tolist() == WANTED.tolist()
+    assert [len(draws.indices) for draws in steps] == [3, 3, 1]
+    with pytest.raises(StopIteration):
+        one_pass(index)(3)
+
+
+def test_evaluation_plan_view_depends_on_its_position_alone(index):
+    """Not on batches, ranks or the number of views."""
+    whole = boxes(one_pass(index, batch=7, views=1))
+    assert np.array_equal(boxes(one_pass(index)), whole)
+    shares = [one_pass(index, WANTED[:4], first=0), one_pass(index, WANTED[4:], batch=2, first=4)]
+    assert np.array_equal(np.concatenate([boxes(share) for share in shares]), whole)
+    assert not np.array_equal(whole[3], whole[4])  # the same image in two positions
+    assert not np.array_equal(boxes(one_pass(index), view=1), whole)
+    assert not np.array_equal(boxes(one_pass(index, seed=6)), whole)
+    assert not np.array_equal(boxes(one_pass(index, role="else")), whole)
