@@ -90,10 +90,7 @@ def require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise DataError(
-            "device gpu was asked for, but no NVIDIA GPU with a working driver is visible: use device cpu, "
-            "or see what nvidia-smi says"
-        )
+        raise DataError("no NVIDIA GPU with a working driver is visible: see nvidia-smi, or use device cpu")
 
 
 def lack_of_gpu_memory(error: RuntimeError) -> str | None:

@@ -124,8 +124,8 @@ class Loader:
 
     def _replace(self, found: Mapping[int, str]) -> None:
         """Choose a stand-in for each bad image in `found` (index -> reason), and for each that had one of these."""
-        assert isinstance(self._plan, Plan), "an evaluation shows every image that it names"
         plan = self._plan
+        assert not isinstance(plan, EvaluationPlan), "an evaluation shows every image that it names"
         self.bad.update(self._by_path(found))
         known = {**self.replaced, **found}
         # An earlier stand-in can be among the bad ones now. One that is not is still the first good candidate.
@@ -177,8 +177,5 @@ def _resolved(plan: Plan | EvaluationPlan, options: LoaderOptions) -> LoaderOpti
             options, backend=backend, view_operator=fits and choose(options.view_operator, options.device)
         )
     if options.view_operator is True:
-        raise DataError(
-            "view_operator: true asks for an operator of DALI's, but torchvision reads the images: set it to auto, or "
-            "backend to dali"
-        )
+        raise DataError("view_operator: true is for DALI, but torchvision reads the images: set it to auto")
     return replace(options, backend=backend, view_operator=False)

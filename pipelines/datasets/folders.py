@@ -246,9 +246,7 @@ def _listed(
                 continue
             elif (ending := name[name.rfind(".") :].lower()) in EXTENSIONS:
                 if is_link and links_out(entry.path, root):
-                    raise DataError(
-                        f"{entry.path} is a link that leads out of {root}; put the file itself there"
-                    )
+                    raise DataError(f"{entry.path} is a link that leads out of {root}: put the file there")
                 files.append(prefix + name)
             elif ending in NOT_READ:
                 not_read[ending] += 1

@@ -139,9 +139,7 @@ def image_size(file: os.PathLike | str | bytes, *, upright: bool = False) -> tup
     if unlike:
         raise ValueError("a TIFF that two decoders read differently: save it upright, as 8-bit RGB")
     if tag is None:
-        raise ValueError(
-            "an EXIF header that two decoders turn by differently: save it upright, without EXIF"
-        )
+        raise ValueError("an EXIF header that two decoders turn by differently: save it upright, without it")
     if width * height > MAX_PIXELS:
         raise ValueError(f"{width} x {height} pixels, {too_many}")
     return height, width

@@ -204,9 +204,8 @@ def with_classes(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:
     numbers = {name: number for number, name in enumerate(classes)}
     shown = [index.classes[label] for label in np.unique(index.labels[index.labels >= 0])]
     if unknown := [name for name in shown if name not in numbers]:
-        raise DataError(
-            f"{index.root} has {len(unknown)} classes that no training image has: {', '.join(unknown[:5])}"
-        )
+        names = ", ".join(unknown[:5])
+        raise DataError(f"{index.root} has {len(unknown)} classes that no training image has: {names}")
     # The last entry is that of the label -1.
     new_label = np.array([*(numbers.get(name, -1) for name in index.classes), -1], np.int64)
     return replace(index, labels=new_label[index.labels], classes=classes)

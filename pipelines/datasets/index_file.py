@@ -52,10 +52,8 @@ def save_index(index: ImageIndex, path: Path) -> None:
         # Whatever the umask, no other user can write it: `load_index` would refuse it.
         atomic_files.replace(path, stream.getvalue(), 0o644)
     except OSError as error:
-        raise CannotWrite(
-            f"cannot write the index {path}: {error.strerror or error}. "
-            f"{atomic_files.advice(error, 'data.index or logging.folder')}"
-        ) from error
+        advice = atomic_files.advice(error, "data.index or logging.folder")
+        raise CannotWrite(f"cannot write the index {path}: {error.strerror or error}. {advice}") from error
 
 
 def load_index(path: Path, *, root: Path | None = None, own: bool = False) -> ImageIndex | None:

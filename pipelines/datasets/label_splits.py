@@ -213,6 +213,6 @@ def _labels_in(
     others = [f"{index.name(i)} ({names[labels[i]]} instead of {names[index.labels[i]]})" for i in differing]
     if others:
         raise DataError(
-            f"{file}: {len(others)} labels differ from those of the data set: {first_five(others)}. Give both the same"
+            f"{file}: {len(others)} labels differ from those of the data set: {first_five(others)}"
         )
     return labels

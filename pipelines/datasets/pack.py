@@ -58,15 +58,11 @@ def open_pack(
         if index is None or index.pack is None:
             raise DataError(f"{folder / INDEX} is not the index of a pack: {_MAKE}")
         if index.upright != upright:
-            turned = str(index.upright).lower()
-            raise DataError(
-                f"{folder} was packed with data.exif_orientation={turned}: set that, or pack again"
-            )
+            text = f"data.exif_orientation={str(index.upright).lower()}"
+            raise DataError(f"{folder} was packed with {text}: set that, or pack again")
         if like is not None and index.fingerprint() != like.fingerprint():
-            raise DataError(
-                f"the pack {folder} holds {len(index):,} images, and other images than the index of {len(like):,} of "
-                f"{like.root}. Delete it and run `fastsuncet data pack` again"
-            )
+            text = "Delete it and run `fastsuncet data pack` again"
+            raise DataError(f"the pack {folder} holds other images than the index of {like.root}. {text}")
         return index
     paths = _shard_paths(str(folder))
     # An index that cannot be used is made again: a shard has changed or moved, or it is damaged.
@@ -87,9 +83,7 @@ def _shard_paths(pattern: str) -> list[Path]:
     if missing := [name for name in names if not os.path.isfile(name)]:
         raise DataError(f"there is no pack or shard {missing[0]}: {_MAKE}")
     if compressed := [name for name in names if name.endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))]:
-        raise DataError(
-            f"{compressed[0]} is compressed, and images are read by offset: unpack it to a plain .tar"
-        )
+        raise DataError(f"{compressed[0]} is compressed: unpack it to a plain .tar, which is read by offset")
     return [Path(os.path.abspath(name)) for name in dict.fromkeys(names)]
 
 
@@ -171,10 +165,8 @@ def write_pack(index: ImageIndex, folder: Path) -> int:
                 return len(index)
             return _write(index, folder, part)
     except OSError as error:
-        raise CannotWrite(
-            f"cannot write the pack {folder}: {error.strerror or error}. {atomic_files.advice(error, '--output')} "
-            f"The same command continues {part}"
-        ) from error
+        advice = f"{atomic_files.advice(error, '--output')} The same command continues {part}"
+        raise CannotWrite(f"cannot write the pack {folder}: {error.strerror or error}. {advice}") from error
 
 
 def _write(index: ImageIndex, folder: Path, part: Path) -> int:
@@ -203,9 +195,7 @@ def _write_shards(index: ImageIndex, part: Path) -> tuple[int, Shards]:
     room = 512 + (lengths[good] + 511) // 512 * 512 + np.where(index.labels[good] >= 0, 1024, 0)
     wanted = int(room.sum()) - sum(path.stat().st_size for path in part.glob("*.tar"))
     if wanted > (free := shutil.disk_usage(part).free):
-        raise CannotWrite(
-            f"the pack {part} needs {wanted / 1e9:,.3f} GB more, and its disk has {free / 1e9:,.3f} GB left"
-        )
+        raise CannotWrite(f"{part} needs {wanted / 1e9:,.3f} GB, and its disk has {free / 1e9:,.3f} GB left")
     shard_of = np.unique((np.cumsum(room) - room) // SHARD_BYTES, return_inverse=True)[1]
     members, before, paths = np.zeros(len(index), MEMBER), 0, []
     members["crc32"] = -1
@@ -257,11 +247,7 @@ def _content(index: ImageIndex, number: int) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(
-            f"{path} cannot be packed: {error.strerror or error}; `fastsuncet data check` looks at every file"
-        ) from error
+        raise DataError(f"{path} cannot be packed: {error.strerror or error}") from error
     if len(content) != index.stamps[number, 0]:  # pyright: ignore[reportOptionalSubscript]
-        raise DataError(
-            f"{path} has changed since its index was made: `fastsuncet data check` makes it again"
-        )
+        raise DataError(f"{path} has changed since its index was made: run `fastsuncet data check`")
     return content

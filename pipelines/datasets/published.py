@@ -62,9 +62,7 @@ def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = F
     if not folder.is_dir() and (root / part).is_dir():
         index = image_folder(root / part)
         if len(index.classes) != int(kind[5:]):
-            raise DataError(
-                f"{root / part} has {len(index.classes)} class folders, and {title} has {kind[5:]}"
-            )
+            raise DataError(f"{root / part} has {len(index.classes)} class folders; {title} has {kind[5:]}")
         index.require_good()
         if len(other := np.flatnonzero((index.sizes != 32).any(axis=1))):
             raise DataError(f"{index.path(other[0])} has not 32 x 32 pixels, as the images of {title} have")
@@ -118,10 +116,9 @@ def _fetched(dataset: "type[CIFAR10]", root: Path, train: bool) -> "CIFAR10":
     try:
         return dataset(root, train, download=True)
     except (RuntimeError, OSError, EOFError, tarfile.TarError, http.client.HTTPException) as error:
-        raise DataError(
-            f"cannot download or unpack {dataset.url} in {root}: {error or type(error).__name__}. Run the same command "
-            f"again, or put {dataset.filename} there by other means"
-        ) from error
+        remedy = f"Run the same command again, or put {dataset.filename} there by other means"
+        text = f"cannot download or unpack {dataset.url} in {root}: {error or type(error).__name__}"
+        raise DataError(f"{text}. {remedy}") from error
     finally:
         socket.setdefaulttimeout(before)
 
@@ -162,10 +159,8 @@ def _voc_folder(root: Path) -> Path:
     for folder in (root / "VOCdevkit" / "VOC2007", root / "VOC2007", root):
         if (folder / "ImageSets" / "Main").is_dir():
             return folder
-    raise DataError(
-        f"no PASCAL VOC 2007 under {root}: neither VOCdevkit/VOC2007/ImageSets/Main nor the inner folders; unpack "
-        "VOCtrainval_06-Nov-2007.tar and VOCtest_06-Nov-2007.tar there"
-    )
+    archives = "VOCtrainval_06-Nov-2007.tar and VOCtest_06-Nov-2007.tar"
+    raise DataError(f"no PASCAL VOC 2007 (VOCdevkit/VOC2007) under {root}: unpack {archives} there")
 
 
 def _voc_list(folder: Path, name: str, part: str) -> tuple[Path, list[str], list[int]]:

@@ -51,9 +51,7 @@ class Shards:
 
     def __init__(self, paths: Sequence[Path], stamps: np.ndarray, members: np.ndarray):
         if members.dtype != MEMBER or stamps.shape != (len(paths), 2):
-            raise DataError(
-                "the index of a pack is damaged: its tables have different lengths. Delete it; it is made again"
-            )
+            raise DataError(f"the index of a pack is damaged: its tables do not fit. {REMEDY}")
         self.paths, self.stamps, self.members = list(paths), stamps, members
         self._files: list[io.FileIO] = []
         weakref.finalize(self, _close, self._files)
@@ -65,20 +63,15 @@ class Shards:
                 now = stamp(os.fstat(self._files[-1].fileno()))
             except OSError as error:
                 remedy = REMEDY if error.errno == errno.ENOENT else atomic_files.advice(error, "data.pack")
-                raise DataError(
-                    f"cannot open the shard {path}: {error.strerror or error}. {remedy}"
-                ) from error
+                text = f"cannot open the shard {path}: {error.strerror or error}"
+                raise DataError(f"{text}. {remedy}") from error
             if now[0] != size or time not in (-1, now[1]):
-                raise DataError(
-                    f"the shard {path} was cut short or changed: {now[0]:,} bytes now, {size:,} when it was "
-                    f"indexed. {REMEDY}"
-                )
+                text = f"was cut short or changed: {now[0]:,} bytes now, {size:,} when it was indexed"
+                raise DataError(f"the shard {path} {text}. {REMEDY}")
         shard, offset, length = (members[key] for key in ("shard", "offset", "length"))
         outside = (shard < 0) | (shard >= len(self.paths)) | (offset < 0) | (length < 0)
         if outside.any() or (length > stamps[shard, 0] - offset).any():
-            raise DataError(
-                f"the index of the pack {self.paths[0].parent} is damaged: an image lies in no shard. {REMEDY}"
-            )
+            raise DataError(f"the index of a pack is damaged: an image lies in no shard. {REMEDY}")
 
     def __len__(self) -> int:
         return len(self.members)
@@ -97,10 +90,8 @@ class Shards:
         try:
             content = _pread(file, length, start)
             if len(content) < length:
-                raise DataError(
-                    f"the shard {path} was cut short while it was in use: {os.fstat(file).st_size:,} bytes, and "
-                    f"image {i} ends at {start + length:,}. {REMEDY}"
-                )
+                size = os.fstat(file).st_size
+                raise DataError(f"the shard {path} was cut short while in use: {size:,} bytes. {REMEDY}")
         except OSError as error:
             raise DataError(f"the shard {path} cannot be read: {error.strerror or error}") from error
         return content

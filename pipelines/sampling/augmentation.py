@@ -117,9 +117,8 @@ class Augmentation:
                 if not allowed.func(value):
                     raise ValueError(f"{each.name} must be {allowed.words}, not {value!r}")
         if self.strength * self.hue > 0.5:
-            raise SettingsConflict(
-                "hue", f"times strength is {self.strength * self.hue:g} turns; half a turn is the most"
-            )
+            turns = self.strength * self.hue
+            raise SettingsConflict("hue", f"times strength is {turns:g} turns; half a turn is the most")
         if self.widest_blur // 2 >= self.size:
             # The border is mirrored once. A kernel that reaches past the mirror has no torchvision meaning.
             raise SettingsConflict(

@@ -48,9 +48,7 @@ def permutation(size: int, *, seed: int, role: int, counter: tuple[int, int]) ->
 
 def _share(what: str, amount: int, world_size: int) -> int:
     if amount < 1 or world_size < 1 or amount % world_size:
-        raise DataError(
-            f"{what} = {amount} does not divide among {world_size} ranks: use a positive multiple of {world_size}"
-        )
+        raise DataError(f"{what} = {amount} does not divide among {world_size} ranks: use a multiple")
     return amount // world_size
 
 
@@ -73,10 +71,7 @@ class UnlabeledSampler:
     ):
         self.local_batch = _share("the unlabeled batch", global_batch, world_size)
         if num_images < global_batch:
-            raise DataError(
-                f"{num_images} images do not fill one global batch of {global_batch}, so an epoch would have "
-                f"no step: use a batch of at most {num_images}"
-            )
+            raise DataError(f"{num_images} images do not fill one global batch of {global_batch}: lower it")
         self.num_images, self.global_batch = num_images, global_batch
         self.world_size, self.seed = world_size, seed
         self.steps_per_epoch = num_images // global_batch
@@ -135,10 +130,10 @@ class ClassSampler:
         # The labels that an image has, ascending, and how many images have each. A slot is a position in them.
         self._classes, self._counts = np.unique(labels, return_counts=True)
         if not 1 <= classes_per_batch <= len(self._classes):
-            raise DataError(
-                f"a labeled batch of {classes_per_batch} classes cannot be drawn from {len(self._classes)} "
-                f"classes with labeled images ({len(indices)} in all): lower classes_per_batch or label more"
+            text = (
+                f"{classes_per_batch} classes cannot be drawn from {len(self._classes)} with labeled images"
             )
+            raise DataError(f"a labeled batch of {text}: lower classes_per_batch, or label more")
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
         self.world_size, self.seed, self.class_names = world_size, seed, tuple(class_names)
         self.global_batch = classes_per_batch * images_per_class

@@ -169,8 +169,8 @@ def test_a_packing_of_changed_files_starts_anew(tmp_path, index, part):
 def test_a_disk_too_small_is_named_with_the_space_it_needs(tmp_path, index, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=3e5))
     for size, said in (
-        (44_000_000, r"0\.528 GB more, .* 0\.000 GB left"),
-        (10**12, r"12,000\.000 GB more, .* 0\.000 GB left"),
+        (44_000_000, r"0\.528 GB, .* 0\.000 GB left"),
+        (10**12, r"12,000\.000 GB, .* 0\.000 GB left"),
     ):
         with pytest.raises(CannotWrite, match=f"needs {said}"):  # exit code 5
             write_pack(replace(index, stamps=np.array([[size, 0]] * len(index))), tmp_path / "pack")
@@ -227,7 +227,7 @@ def test_a_damaged_image_is_named_and_replaced_where_allowed(index, pack, reader
     shard, offset, _ = place(plan.index, 6)
     os.truncate(shard, offset)
     # No further image is bad: none is to be replaced, however many are allowed to be.
-    said = rf"{shard.name} was cut short while it was in use: .* bytes"
+    said = rf"{shard.name} was cut short while in use: .* bytes"
     with pytest.raises(DataError, match=said) as caught:
         [loader(step) for step in range(1, 4)]
     assert not isinstance(caught.value, BadImage) and list(loader.replaced) == [5]

@@ -85,7 +85,7 @@ def test_open_pack_names_what_is_missing(folder, tmp_path):
         ("shards/a-{000..002}.tar", r"no pack or shard .*a-002\.tar"),
         ("shards/a-{001..000}.tar", r"no pack or shard .*a-001\.\.000\.tar"),
         ("empty", r"no pack or shard .*empty/\*\.tar"),
-        ("empty/b.tar.gz", r"b\.tar\.gz is compressed, .*: unpack it"),
+        ("empty/b.tar.gz", r"b\.tar\.gz is compressed: unpack it"),
     ):
         with pytest.raises(DataError, match=said):
             open_pack(tmp_path / pattern)
@@ -219,7 +219,7 @@ def test_shards_refuse_members_outside_of_them(folder):
         members[key][1] = value
         with pytest.raises(DataError, match="is damaged: an image lies in no shard"):
             Shards(pack.paths, pack.stamps, members)
-    with pytest.raises(DataError, match="its tables have different lengths"):
+    with pytest.raises(DataError, match="its tables do not fit"):
         Shards(pack.paths, pack.stamps[:1], pack.members)
 
 

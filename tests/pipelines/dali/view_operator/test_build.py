@@ -212,7 +212,7 @@ def test_load_passes_a_path_that_is_not_utf8_as_bytes(monkeypatch):
 
 
 def test_loader_refuses_the_view_operator_where_torchvision_reads(index):
-    said = "true asks for an operator of DALI's, but torchvision reads the images"
+    said = "view_operator: true is for DALI, but torchvision reads the images"
     with pytest.raises(DataError, match=said):
         opened(unlabeled(index), "torchvision", view_operator=True)
 
