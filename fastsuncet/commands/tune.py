@@ -4,10 +4,9 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -29,17 +28,7 @@ from pipelines.output import say_line
 
 CHILD = 900.0  # seconds for one contender at most: torch.compile takes minutes
 
-
-@dataclass(frozen=True)
-class Rung:
-    """One contender: config values that are tried on top of what won before them."""
-
-    name: str
-    values: dict[str, Any]  # dotted key of the config -> value
-    clock: Literal["step", "loop"] = "step"  # as of `processes.compare`, `exact` too
-    exact: bool = False
-
-
+Rung = tuple[str, dict[str, Any]]  # a contender: its name, and config values by dotted key
 Tried = tuple[Rung, Verdict]
 
 
@@ -72,23 +61,19 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
                 say_line(text)
 
         say(f"speed    {paths.describe(plain, chosen)}")
-        say(
-            f"contenders: {len(rungs)}, at most {minutes:g} minutes: {', '.join(rung.name for rung in rungs)}"
-        )
+        say(f"contenders: {len(rungs)}, at most {minutes:g} minutes: {', '.join(name for name, _ in rungs)}")
         found: list[Tried] = []
         base: dict[str, Any] = {}
-        for rung in rungs:
-            outcome, contender = Verdict("not tried: no time left", final=False), {**base, **rung.values}
+        for name, values in rungs:  # each on top of what won before it
+            outcome, contender = Verdict("not tried: no time left", final=False), {**base, **values}
             left = broadcast_json(ends - time.monotonic())
             if left > 0 and not any_rank(stopped()):
-                limits = min(CHILD, max(60.0, left)), stopped
-                outcome = processes.compare(
-                    request, base, contender, *limits, clock=rung.clock, exact=rung.exact
-                )
+                seconds = min(CHILD, max(60.0, left))
+                outcome = processes.compare(request, base, contender, seconds, stopped)
             base = contender if outcome.won else base
             word = "won" if outcome.won else "not usable" if outcome.problem else "no gain"
-            say(f"{rung.name:<24} {word:<11} {outcome.problem or _times(outcome)}")
-            found.append((rung, outcome))
+            say(f"{name:<24} {word:<11} {outcome.problem or _times(outcome)}")
+            found.append(((name, values), outcome))
         if any_rank(stopped()):
             raise Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was written")
         if place.first:
@@ -116,10 +101,10 @@ def write(output: Path, source: Path, found: Sequence[Tried], card: str) -> None
         f"base: {as_yaml(base)}",
     ]
     sections: dict[str, dict[str, list[str]]] = {}  # of a key that two rungs set the later one counts
-    for rung, outcome in found:
-        for key, value in rung.values.items() if outcome.won else ():
+    for (rung, values), outcome in found:
+        for key, value in values.items() if outcome.won else ():
             section, _, name = key.rpartition(".")
-            text = [f"  # {rung.name}: {_times(outcome)}, {card}", f"  {name}: {as_yaml(value)}"]
+            text = [f"  # {rung}: {_times(outcome)}, {card}", f"  {name}: {as_yaml(value)}"]
             sections.setdefault(section, {})[name] = text
     for section, keys in sections.items():
         lines += [f"{section}:", *itertools.chain(*keys.values())]
@@ -135,16 +120,16 @@ def candidates(asked: Config, config: Config, device: str) -> list[Rung]:
     What is written in the config is never tried.
     """
     rungs = (_gpu if device == "cuda" else _cpu)(config)
-    return [rung for rung in rungs if _is_open(asked, config, rung)]
+    return [(name, values) for name, values in rungs if _is_open(asked, config, values)]
 
 
-def _is_open(asked: Config, config: Config, rung: Rung) -> bool:
-    """Return whether a rung changes the config, and nothing in it that was written."""
+def _is_open(asked: Config, config: Config, values: dict[str, Any]) -> bool:
+    """Return whether a contender changes the config, and nothing in it that was written."""
     now = flat(config.canonical())
-    changed = [key for key, value in rung.values.items() if now[key] != value]
+    changed = [key for key, value in values.items() if now[key] != value]
     try:
-        config.with_values(rung.values)
-        if "meta.compile" in rung.values:
+        config.with_values(values)
+        if "meta.compile" in values:
             require_compiler()
     except (ConfigErrors, ConfigError):
         return False
@@ -152,25 +137,25 @@ def _is_open(asked: Config, config: Config, rung: Rung) -> bool:
 
 
 def _gpu(config: Config) -> Iterator[Rung]:
-    yield Rung("CUDA graph", {"meta.cuda_graph": True}, exact=True)
-    yield Rung("compile", {"meta.compile": True, "model.fused_batchnorm": False})
+    yield "CUDA graph", {"meta.cuda_graph": True}
+    yield "compile", {"meta.compile": True, "model.fused_batchnorm": False}
     both = config.criterion.instance != "none" and config.criterion.supervised_epochs != 0
     yield from _loader(config, read_ahead=4, streams=1 + both)
     # Its pixels are near those of the other decoder, not equal.
-    yield Rung("hardware JPEG decoder", {"data.hw_decoder_share": 1.0}, clock="loop")
+    yield "hardware JPEG decoder", {"data.hw_decoder_share": 1.0}
 
 
 def _cpu(config: Config) -> Iterator[Rung]:
     for count in _around(config.meta.threads or torch.get_num_threads()):
-        yield Rung(f"torch threads: {count}", {"meta.threads": count}, clock="loop")
+        yield f"torch threads: {count}", {"meta.threads": count}
     yield from _loader(config, read_ahead=3)
-    yield Rung("compile", {"meta.compile": True})
+    yield "compile", {"meta.compile": True}
 
 
 def _loader(config: Config, read_ahead: int, streams: int = 1) -> Iterator[Rung]:
     for count in _around(decode_threads(config.data.decode_threads, streams=streams)):
-        yield Rung(f"decode threads: {count}", {"data.decode_threads": count}, clock="loop", exact=True)
-    yield Rung(f"read-ahead: {read_ahead}", {"data.prefetch": read_ahead}, clock="loop", exact=True)
+        yield f"decode threads: {count}", {"data.decode_threads": count}
+    yield f"read-ahead: {read_ahead}", {"data.prefetch": read_ahead}
 
 
 def _around(now: int) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fastsuncet.config import Arithmetic, Config
+from fastsuncet.config import Arithmetic, Config, flat
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.paired_stream import Batch, PairedStream, views
 from fastsuncet.distributed.collectives import any_rank, broadcast_json
@@ -43,6 +43,8 @@ FLOOR = 1e-6  # of a distance: float32 rounds its sums by less
 PIXEL_LIMIT = 0.02  # of the size of the pixels: decoders of a GPU round to other levels
 PROOF_IMAGES, PROOF_VIEWS = 32, 128  # of a rank: a proof in two precisions would not fit with a whole batch
 EXACT_STEPS, LR = 3, 0.1
+# Settings by which a step only replays or reads.
+EXACT = {"meta.cuda_graph", "data.decode_threads", "data.prefetch"}
 
 Update = Callable[[Batch, float], Tensor]  # a step
 Found = dict[str, dict[str, Tensor]]  # "losses", "weights", "BatchNorm statistics" -> tensor by name
@@ -79,17 +81,18 @@ def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> No
     """Prove and time a step against another one."""
     config = Config.from_values(asked["config"])
     base, contender = (config.with_values(asked[side]) for side in ("base", "contender"))
+    exact, reads = what_is_asked(base, contender)
     with join(config.meta.device) as place:
         for path, used in asked["paths"].items():
             switches.switch(path, place.device, None if used else "as the run does")
         try:
             bench = Bench(place, Arithmetic(**asked["arithmetic"]), asked["per_class"])
-            problem = bench.problem(base, contender, exact=asked["exact"])
+            problem = bench.problem(base, contender, exact=exact)
             # A rank that has left would keep the others waiting in the first collective of the timing.
             if any_rank(problem is not None):
                 found = Verdict(problem=problem)
             else:
-                found = bench.time(base, contender, asked["clock"])
+                found = bench.time(base, contender, reads)
         # Anything can end a contender, and the parent reports it.
         except Exception as error:
             kind = "" if isinstance(error, FastSuncetError) else f"{type(error).__name__}: "
@@ -100,6 +103,13 @@ def try_step(asked: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> No
         say(vars(found))
         if found.problem:
             os._exit(0)  # without the end of the process group, which waits for the others
+
+
+def what_is_asked(base: Config, contender: Config) -> tuple[bool, bool]:
+    """Return whether a contender must give the bits of `base`, and whether it is timed while it reads its images."""
+    before = flat(base.canonical())
+    changed = {key for key, value in flat(contender.canonical()).items() if value != before[key]}
+    return changed <= EXACT, any(key.startswith("data.") or key == "meta.threads" for key in changed)
 
 
 class Bench:
@@ -209,17 +219,20 @@ class Bench:
                 yield from (x.cpu() for x in tensors(stream(step, self.supervised)))
 
     # ------------------------------------------------------------------------------------------------------ timing
-    def time(self, base: Config, contender: Config, clock: str) -> Verdict:
-        """Return the seconds of a step of both: the contender between two turns of the base, one alive at a time."""
-        before, _ = self._turn(base, clock)
-        found, left = self._turn(contender, clock)
-        after, _ = self._turn(base, clock)
+    def time(self, base: Config, contender: Config, reads: bool) -> Verdict:
+        """Return the seconds of a step of both, on a fixed batch, or on images that it `reads`.
+
+        The contender is between two turns of the base, and one is alive at a time.
+        """
+        before, _ = self._turn(base, reads)
+        found, left = self._turn(contender, reads)
+        after, _ = self._turn(base, reads)
         return Verdict(base=before + after, contender=found, memory_left=left)
 
-    def _turn(self, config: Config, clock: str) -> tuple[list[float], float]:
+    def _turn(self, config: Config, reads: bool) -> tuple[list[float], float]:
         """Return the seconds of a step in each window, and the share of the card's memory that stays free."""
         device, cuda = self.place.device, self.place.device.type == "cuda"
-        with self._side(config, clock) as call:
+        with self._side(config, reads) as call:
             skipped = max(self.warmup + 1, config.data.prefetch + 1)
             seconds(call, skipped, device)
             # Equal on all ranks, whose steps wait for each other.
@@ -231,10 +244,10 @@ class Bench:
         return found, free / total
 
     @contextlib.contextmanager
-    def _side(self, config: Config, clock: str) -> Iterator[Callable[[], Any]]:
+    def _side(self, config: Config, reads: bool) -> Iterator[Callable[[], Any]]:
         numbers = itertools.count()
         with self.step(config) as (_, update):
-            if clock == "step":
+            if not reads:
                 batch = self.batch(config, whole=True)
                 yield lambda: update(batch, 1e-3)
                 return

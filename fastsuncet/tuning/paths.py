@@ -319,7 +319,7 @@ def _try_graph(
     if place.first:
         say_line(f"speed: tries a {GRAPH}, once for this machine and this step")
     without, with_it = ({"meta.cuda_graph": value} for value in (False, True))
-    verdict = if_not_slower(processes.compare(request, without, with_it, SECONDS, stopped, exact=True))
+    verdict = if_not_slower(processes.compare(request, without, with_it, SECONDS, stopped))
     if verdict.problem and "other bits" in verdict.problem and place.world_size > 1:
         hint = "; NCCL's registered buffers can be why: set NCCL_GRAPH_REGISTER=0 and start again"
         verdict = replace(verdict, problem=verdict.problem + hint)

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from torch.distributed.elastic.utils.distributed import get_free_port
 
@@ -68,17 +68,12 @@ def compare(
     contender: Mapping[str, Any],
     seconds: float,
     stopped: Callable[[], bool],
-    *,
-    clock: Literal["step", "loop"] = "step",
-    exact: bool = False,
 ) -> Verdict:
     """Prove and time one set of config values against another, in a child of every rank. Collective.
 
-    `request` is `request_of`'s. The clock times steps on a fixed batch, or steps that read their images; `exact`: the
-    proof is the bits of the base. The children of all ranks form a group of their own. As soon as one fails, takes
-    longer than `seconds` or is `stopped`, all are ended, and another try can find something else.
+    `request` is `request_of`'s. The children of all ranks form a group of their own. As soon as one fails, takes longer
+    than `seconds` or is `stopped`, all are ended, and another try can find something else.
     """
-    sides = {"base": base, "contender": contender, "clock": clock, "exact": exact}
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         **os.environ,
@@ -96,7 +91,7 @@ def compare(
         over = failed or all(code is not None for code, _ in everywhere)
         return not over
 
-    lines, end = run_child({**request, **sides}, environment, all_go_on)
+    lines, end = run_child({**request, "base": base, "contender": contender}, environment, all_go_on)
     if not over:  # this rank's did not start, and the others vote
         all_go_on(1)
     failed = {"problem": f"the process that tried it {end}", "final": False}

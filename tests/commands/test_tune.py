@@ -11,7 +11,7 @@ import pytest
 
 from fastsuncet import cli
 from fastsuncet.commands import tune
-from fastsuncet.commands.tune import Rung, candidates
+from fastsuncet.commands.tune import candidates
 from fastsuncet.config import load_config
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.tuning.verdicts import Verdict
@@ -50,7 +50,7 @@ def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(tmp_path, monkeypat
     clock, status = [0.0], tmp_path / ".preempted-fast.json"
     words = ["tune", "digits_demo", *WRITTEN, "--minutes", "1", "--output", str(tmp_path / "fast.yaml")]
     monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
-    monkeypatch.setattr(tune.processes, "compare", lambda *_, **__: pytest.fail("a contender is tried"))
+    monkeypatch.setattr(tune.processes, "compare", lambda *_: pytest.fail("a contender is tried"))
     monkeypatch.setattr(tune.paths, "choose", lambda *_: signal.raise_signal(signal.SIGTERM) or {})
     assert cli.main(words) == json.loads(status.read_text())["exit_code"] == 75
     monkeypatch.setattr(tune.paths, "choose", lambda *_: clock.append(61.0) or {})
@@ -59,7 +59,7 @@ def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(tmp_path, monkeypat
 
 
 def test_tune_tries_each_contender_on_those_that_won(tmp_path, monkeypatch):
-    rungs = [Rung("a", {"data.prefetch": 3}), Rung("b", {"meta.threads": 2}), Rung("c", {"meta.threads": 1})]
+    rungs = [("a", {"data.prefetch": 3}), ("b", {"meta.threads": 2}), ("c", {"meta.threads": 1})]
     asked, found = (
         [],
         iter(
@@ -71,9 +71,7 @@ def test_tune_tries_each_contender_on_those_that_won(tmp_path, monkeypatch):
         ),
     )
     monkeypatch.setattr(tune, "candidates", lambda *_: rungs)
-    monkeypatch.setattr(
-        tune.processes, "compare", lambda _, *sides, **__: asked.append(sides[:2]) or next(found)
-    )
+    monkeypatch.setattr(tune.processes, "compare", lambda _, *sides: asked.append(sides[:2]) or next(found))
     assert cli.main(["tune", "digits_demo", "--output", str(tmp_path / "fast.yaml")]) == 0
     won = {"data.prefetch": 3}
     assert asked == [({}, won), (won, {**won, "meta.threads": 2}), (won, {**won, "meta.threads": 1})]
@@ -98,8 +96,8 @@ def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):
     base.parent.mkdir()
     base.write_text("base: digits_demo\n")
 
-    def outcome(name: str, values: dict, seconds: float) -> tuple[Rung, Verdict]:
-        return Rung(name, values), Verdict(base=[0.02, 0.021], contender=[seconds])
+    def outcome(name: str, values: dict, seconds: float) -> tuple[tuple, Verdict]:
+        return (name, values), Verdict(base=[0.02, 0.021], contender=[seconds])
 
     found = [
         outcome("CUDA graph", {"meta.cuda_graph": True}, 0.01),
@@ -122,7 +120,7 @@ def test_candidates_are_what_is_not_written_and_can_run_here(monkeypatch):
     def keys(*overrides: str, device: str = "cuda") -> set[str]:
         config = load_config("digits_demo", overrides)
         plain = config.with_values({"meta.cuda_graph": False, "model.fused_batchnorm": True})
-        return {key for rung in candidates(config, plain, device) for key in rung.values}
+        return {key for _, values in candidates(config, plain, device) for key in values}
 
     assert keys(*WRITTEN, device="cpu") == {"data.prefetch"}  # the demo's own file has threads
     expected = {"meta.cuda_graph", "meta.compile", "model.fused_batchnorm"}
@@ -146,5 +144,5 @@ def test_candidates_of_a_slurm_task_stay_within_its_own_cores(monkeypatch):
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "64")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     config = load_config("digits_demo")
-    counts = {rung.values.get("data.decode_threads") for rung in candidates(config, config, "cpu")}
+    counts = {values.get("data.decode_threads") for _, values in candidates(config, config, "cpu")}
     assert counts - {None} == {1, 4, 9}  # 8 is what it has

@@ -252,12 +252,12 @@ def test_every_contender_on_a_gpu_is_a_config_that_steps(tmp_path, monkeypatch):
     config = small(tmp_path, "SimCLR + SuNCEt")
     plain = config.with_values({"meta.cuda_graph": False, "model.fused_batchnorm": True})
     rungs = candidates(config, plain, "cuda")
-    assert len(rungs) >= 4 and {rung.clock for rung in rungs} == {"step", "loop"}
+    assert len(rungs) >= 4
     with fake_card():
-        for rung in rungs:
-            if "meta.compile" not in rung.values:  # compiled for a GPU, which is not there
-                bench = step_bench.StepBench(config.with_values(rung.values), HERE, batch_of(config, S), 10)
+        for name, values in rungs:
+            if "meta.compile" not in values:  # compiled for a GPU, which is not there
+                bench = step_bench.StepBench(config.with_values(values), HERE, batch_of(config, S), 10)
                 step = bench.ours(lambda _, bench=bench: bench.batch)
                 with Watch() as watch:
                     loss = step()
-                assert loss.device == CARD and watch.mixed == [], rung.name
+                assert loss.device == CARD and watch.mixed == [], name

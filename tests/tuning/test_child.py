@@ -141,20 +141,34 @@ def test_proof_takes_a_part_of_a_large_batch_with_whole_classes(bench, config, a
     assert part.views[0].is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("clock", ["step", "loop"])
-def test_time_measures_the_base_before_and_after(bench, config, monkeypatch, clock):
+@pytest.mark.parametrize("reads", [False, True])
+def test_time_measures_the_base_before_and_after(bench, config, monkeypatch, reads):
     monkeypatch.setattr(child, "SECONDS", 0.01)
     turns, begin = [], bench.step
     seen = lambda config: turns.append(config.criterion.chunk_size) or begin(config)  # noqa: E731
     monkeypatch.setattr(bench, "step", seen)
-    found = bench.time(config, config.with_values({"criterion.chunk_size": 64}), clock)
+    found = bench.time(config, config.with_values({"criterion.chunk_size": 64}), reads)
     assert found.memory_left == 1 and turns == [config.criterion.chunk_size, 64, config.criterion.chunk_size]
     assert (len(found.base), len(found.contender)) == (2 * child.WINDOWS, child.WINDOWS)
     assert min(*found.base, *found.contender) > 0
 
 
+@pytest.mark.parametrize(
+    ("values", "exact", "reads"),
+    [
+        ({"meta.cuda_graph": True}, True, False),
+        ({"meta.compile": True, "model.fused_batchnorm": False}, False, False),
+        ({"data.decode_threads": 9, "data.prefetch": 5}, True, True),
+        ({"data.augmentation.strength": 0.4}, False, True),
+        ({"meta.threads": 9}, False, True),
+    ],
+)
+def test_contender_that_only_replays_or_reads_must_give_the_bits(config, values, exact, reads):
+    assert child.what_is_asked(config, config.with_values(values)) == (exact, reads)
+
+
 def asked(config, arithmetic, **more) -> dict:
-    sides = {"base": {}, "contender": {}, "clock": "step", "exact": False, "paths": {"lars.cu": False}}
+    sides = {"base": {}, "contender": {}, "paths": {"lars.cu": False}}
     run = {"config": config.canonical(), "arithmetic": vars(arithmetic), "per_class": [15] * 10}
     return {**run, **sides, **more}
 
