@@ -14,6 +14,8 @@ from fastsuncet import cross_entropy, nt_xent, paws, suncet, sup_con, swav
 from fastsuncet.losses.swav import prototype_scores
 from tests.support.dense_losses import gradient, labeled_batch
 
+F32, F64 = torch.float32, torch.float64
+
 
 def draw(rows: int) -> torch.Tensor:
     return torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
@@ -26,7 +28,7 @@ CALLS = {
     "sup_con": lambda z: sup_con(z, LABELS[: len(z)], 0.1),
     "cross_entropy": lambda z: cross_entropy(z, LABELS[: len(z)]),
     "swav": lambda z: swav(z, 5.0, crops=4, epsilon=2.0),
-    "paws": lambda z: sum(paws(z, OTHERS, LABELS[:40], z.detach()[: len(z) // 2], OTHERS, views=4)),
+    "paws": lambda z: sum(paws(z, others(z), LABELS[:40], z.detach()[: len(z) // 2], others(z), views=4)),
     "prototype_scores": lambda z: prototype_scores(z, OTHERS).square().mean(),
 }
 every_loss = pytest.mark.parametrize("name", CALLS)
@@ -40,6 +42,10 @@ def value_and_gradient(
         value = CALLS[name](z)
     value.backward()
     return value.detach(), z.grad
+
+
+def others(z: torch.Tensor) -> torch.Tensor:
+    return OTHERS.double() if z.dtype == torch.float64 else OTHERS
 
 
 @every_loss
@@ -57,6 +63,14 @@ def test_loss_of_16_bits_is_that_of_the_same_numbers_in_float32(name):
     (found, grad), (value, slope) = (value_and_gradient(name, x) for x in (z, z.float()))
     assert found.dtype == torch.float32 and torch.equal(found, value)
     assert grad.dtype == torch.float16 and torch.equal(grad, slope.half())
+
+
+@every_loss
+def test_loss_in_float32_is_near_that_in_float64(name):
+    """test_contrast.py has it by each way to compute it."""
+    (found, grad), (value, slope) = (value_and_gradient(name, draw(300).to(dtype)) for dtype in (F32, F64))
+    assert found.item() == pytest.approx(value.item(), rel=1e-5) and value.dtype == slope.dtype == F64
+    assert (grad - slope).norm() < 2e-5 * slope.norm()
 
 
 @every_loss

@@ -96,14 +96,6 @@ def test_paws_has_its_authors_numbers(case):
     assert_near(run(paws, *inputs, **settings), expected, 1e-12)
 
 
-def test_paws_in_float32_is_near_float64():
-    inputs = batch_of(images=40, width=32)
-    single = [x.float() if x.is_floating_point() else x for x in inputs]
-    found, expected = run(paws, *single, views=VIEWS), run(dense_losses.paws, *inputs, views=VIEWS)
-    assert {x.dtype for x in found} == {torch.float32}
-    assert_near([x.double() for x in found], expected, 2e-5)
-
-
 def test_paws_does_not_depend_on_the_dtype_of_labels_or_the_number_of_columns():
     anchors, supports, labels, *targets = batch_of()
     expected = run(paws, anchors, supports, labels, *targets, views=VIEWS)

@@ -51,15 +51,6 @@ def test_warmup_cosine_rises_and_falls_without_a_jump(run):
     assert all(0 <= r <= run["lr"] + rounding for r in rate)
 
 
-@given(run=runs)
-def test_warmup_cosine_without_warm_up_ignores_legacy_and_start(run):
-    run["warmup_steps"] = 0
-    for step in {0, run["steps"] // 3, run["steps"]}:
-        rate = warmup_cosine(step, **run)
-        assert rate == warmup_cosine(step, **run, legacy=True)
-        assert rate == warmup_cosine(step, **{**run, "start_lr": 99.0})
-
-
 @pytest.mark.parametrize(
     ("step", "change", "message"),
     [

@@ -75,13 +75,6 @@ def test_state_continues_to_the_bit_and_keeps_the_tensor_of_the_rate(optimizer):
         assert torch.equal(got, wanted)
 
 
-def test_groups_of_the_paper_scale_and_decay_everything():
-    network = build_model("resnet18", stem="cifar", device="meta")
-    (group,) = parameter_groups(network)
-    assert [id(p) for p in group["params"]] == [id(p) for p in network.parameters()]
-    assert "lars" not in group and "weight_decay" not in group
-
-
 def test_groups_exclusion_finds_the_shortcuts_batchnorm():
     """The shortcut's gamma is not called "bn"."""
     network = build_model("resnet50", head_batchnorm=True, device="meta")
