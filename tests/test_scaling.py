@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastsuncet.config import Config
 from fastsuncet.distributed.place import Place
-from fastsuncet.models.fused_batchnorm import FusedBlock, fuse
+from fastsuncet.models.resnet import BasicBlock, Bottleneck
 from fastsuncet.training.step import build, build_model, train_step
 from tests.support.methods import CPU, METHODS, batch_of
 from tests.support.ranks import run_ranks
@@ -37,9 +37,11 @@ def documented(config: Config) -> tuple[Counter, int]:
     """Return how often each (collective, bytes) is sent, and the bytes of the gradients, which DDP cuts in buckets."""
     c, model, sent = config.criterion, build_model(config, CLASSES, device="meta"), Counter()
     once_a_size = c.instance in ("swav", "paws")  # large and small crops are two passes
-    model = fuse(model, shared=True) if config.model.fused_batchnorm is True else model
-    ends = [block.ends() for block in model.modules() if isinstance(block, FusedBlock)]
-    shortcuts = {last: norm for last, norm in ends if norm is not None}
+    ends = [
+        block for block in model.modules() if isinstance(block, BasicBlock | Bottleneck) and block.downsample
+    ]
+    fused = config.model.fused_batchnorm is True
+    shortcuts = {getattr(block, "bn3", block.bn2): block.downsample[1] for block in ends if fused}
     parts = [model.encoder, model.encoder] if once_a_size else [model.encoder]
     heads = [model.head] if model.predictor is None else [model.head, model.predictor] * 2
     norms = [m for part in [*parts, *heads] for m in part.modules() if isinstance(m, _BatchNorm)]

@@ -31,55 +31,12 @@ def fuse(model: nn.Module, *, shared: bool) -> nn.Module:
         return norm
     for name, child in model.named_children():
         setattr(model, name, fuse(child, shared=shared))
-    if isinstance(model, BasicBlock | Bottleneck):
-        return FusedBlock.take_over(model)
-    if isinstance(model, ResNet | WideResNet):  # others can use a ReLU twice
-        cast(FusedNorm, model.bn1).relu = True
-        model.relu = nn.Identity()
-    return model
-
-
-class FusedBlock(nn.Module):
-    """A residual block of two or three convolutions whose last BatchNorm adds the shortcut."""
-
-    conv1: nn.Module
-    conv2: nn.Module
-    conv3: nn.Module  # in a bottleneck
-    bn1: nn.Module
-    bn2: nn.Module
-    bn3: nn.Module
-    downsample: nn.Module | None
-
-    @classmethod
-    def take_over(cls, block: nn.Module) -> "FusedBlock":
-        """Build a block from the very modules of `block`, whose BatchNorms are `FusedNorm` already."""
-        fused = cls()
-        fused._modules = block._modules
-        fused.downsample = block._modules.get("downsample")
-        for norm in fused.children():
+    if isinstance(model, BasicBlock | Bottleneck | ResNet | WideResNet):  # others can use a ReLU twice
+        for norm in model.children():
             if isinstance(norm, FusedNorm):
                 norm.relu = True
-        return fused.train(block.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, C, S, S) as the original block does."""
-        last, of_shortcut = self.ends()
-        shortcut = x
-        if of_shortcut is not None:
-            for layer in list(cast(nn.Sequential, self.downsample))[:-1]:
-                shortcut = layer(shortcut)
-        elif self.downsample is not None:
-            shortcut = self.downsample(x)
-        x = self.conv2(self.bn1(self.conv1(x)))
-        if hasattr(self, "conv3"):
-            x = self.conv3(self.bn2(x))
-        return last(x, shortcut) if of_shortcut is None else last.with_shortcut(x, shortcut, of_shortcut)
-
-    def ends(self) -> "tuple[FusedNorm, FusedNorm | None]":
-        """Return the last BatchNorm, and that of the shortcut or None: over ranks they share their messages."""
-        last = cast(FusedNorm, self.bn3 if hasattr(self, "conv3") else self.bn2)
-        norm = self.downsample[-1] if isinstance(self.downsample, nn.Sequential) else None
-        return last, norm if isinstance(norm, FusedNorm) else None
+        model.relu = nn.Identity()
+    return model
 
 
 class FusedNorm(RankBatchNorm):
@@ -97,8 +54,11 @@ class FusedNorm(RankBatchNorm):
         y = y if residual is None else y + residual
         return F.relu(y) if self.relu else y
 
-    def with_shortcut(self, input: Tensor, other: Tensor, norm: "FusedNorm") -> Tensor:
-        """Compute relu(self(input) + norm(other)); over ranks the two layers share one message each way."""
+    def join(self, input: Tensor, x: Tensor, downsample: nn.Sequential | None) -> Tensor:
+        """Do as `resnet.join`: relu(self(input) + shortcut of x); over ranks both norms share one message each way."""
+        if downsample is None:
+            return self(input, x)
+        other, norm = downsample[0](x), cast(FusedNorm, downsample[1])
         if not (self.training and self.shared and world_size() > 1 and input.shape == other.shape):
             return self(input, norm(other))
         if self.kernels_take(input, other) and norm.kernels_take(other, input):

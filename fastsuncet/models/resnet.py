@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -63,15 +64,15 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.conv1 = _convolution(inputs, outputs, stride)
         self.bn1 = nn.BatchNorm2d(outputs)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu: nn.Module = nn.ReLU(inplace=True)
         self.conv2 = _convolution(outputs, outputs)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.downsample = _downsample(inputs, outputs, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, inputs, S, S) to (B, outputs, S / stride, S / stride)."""
-        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        return self.relu(y.add_(x if self.downsample is None else self.downsample(x)))
+        y = self.relu(self.bn1(self.conv1(x)))
+        return join(self, self.bn2, self.conv2(y), x)
 
 
 class Bottleneck(nn.Module):
@@ -88,14 +89,21 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(narrow)
         self.conv3 = nn.Conv2d(narrow, outputs, kernel_size=1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu: nn.Module = nn.ReLU(inplace=True)
         self.downsample = _downsample(inputs, outputs, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, inputs, S, S) to (B, outputs, S / stride, S / stride)."""
         y = self.relu(self.bn1(self.conv1(x)))
-        y = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(y)))))
-        return self.relu(y.add_(x if self.downsample is None else self.downsample(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        return join(self, self.bn3, self.conv3(y), x)
+
+
+def join(block: BasicBlock | Bottleneck, norm: nn.Module, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return relu(norm(y) + shortcut of x), which a fused norm computes at once."""
+    if hasattr(norm, "join"):
+        return cast(Any, norm).join(y, x, block.downsample)
+    return block.relu(norm(y).add_(x if block.downsample is None else block.downsample(x)))
 
 
 class ResNet(nn.Sequential):
