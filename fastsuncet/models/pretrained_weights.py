@@ -6,7 +6,6 @@ blurred: timm's resnetaa and resnetblur look like a plain ResNet. Only tensors a
 code in the file is run.
 """
 
-import functools
 import hashlib
 import pickle
 import re
@@ -253,16 +252,11 @@ def _structure(keys: Iterable[str]) -> tuple[tuple[int, ...], bool]:
     return counts, any(key.startswith("layer1.0.conv3.") for key in keys)
 
 
-@functools.cache
-def _structure_of(name: str) -> tuple[tuple[int, ...], bool]:
-    return _structure(build_model(name, stem="cifar", device="meta").encoder.state_dict())
-
-
 def _name_of(path: Path, trunk: Mapping[str, Tensor]) -> str:
     """Return the name of the network with this structure; `fill` then compares every shape."""
     blocks, bottleneck = found = _structure(trunk)
     for name in WIDTHS:
-        if _structure_of(name) == found:
+        if _structure(build_model(name, stem="cifar", device="meta").encoder.state_dict()) == found:
             return name
     raise CheckpointError(
         f"{path} holds a ResNet with {'-'.join(map(str, blocks)) or 'no'} blocks of "

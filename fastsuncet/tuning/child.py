@@ -232,9 +232,17 @@ class Bench:
     def _turn(self, config: Config, reads: bool) -> tuple[list[float], float]:
         """Return the seconds of a step in each window, and the share of the card's memory that stays free."""
         device, cuda = self.place.device, self.place.device.type == "cuda"
-        with self._side(config, reads) as call:
-            skipped = max(self.warmup + 1, config.data.prefetch + 1)
-            seconds(call, skipped, device)
+        with self.step(config) as (_, update), contextlib.ExitStack() as stack:
+            if reads:
+                stream = stack.enter_context(contextlib.closing(self.stream(config)))
+                batches = (stream(number, self.supervised) for number in itertools.count())
+            else:
+                batches = itertools.repeat(self.batch(config, whole=True))
+
+            def call() -> None:
+                update(next(batches), 1e-3)
+
+            seconds(call, max(self.warmup + 1, config.data.prefetch + 1), device)
             # Equal on all ranks, whose steps wait for each other.
             steps = broadcast_json(max(1, min(50, round(SECONDS / seconds(call, 1, device)))))
             found = [seconds(call, steps, device) for _ in range(WINDOWS)]
@@ -242,17 +250,6 @@ class Bench:
         if cuda:
             torch.cuda.empty_cache()
         return found, free / total
-
-    @contextlib.contextmanager
-    def _side(self, config: Config, reads: bool) -> Iterator[Callable[[], Any]]:
-        numbers = itertools.count()
-        with self.step(config) as (_, update):
-            if not reads:
-                batch = self.batch(config, whole=True)
-                yield lambda: update(batch, 1e-3)
-                return
-            with contextlib.closing(self.stream(config)) as stream:
-                yield lambda: update(stream(next(numbers), self.supervised), 1e-3)
 
 
 def _refuse(line: str) -> NoReturn:

@@ -39,15 +39,15 @@ WITH_VIEW_OPERATOR = (
 
 @pipeline_def(enable_conditionals=True, exec_dynamic=True)
 def views(
-    images: Callable,  # iteration -> what `stored_images` reads
+    images: Callable,  # iteration -> the names of "files", encoded "bytes" or "pixels" (H, W, 3)
     arrays: Callable,  # iteration -> the arrays of `view_arrays`, all views one after the other
     augmentations: Sequence[Augmentation | Center],
     *,
     decode: str,
-    stored: str,  # "files", "bytes" or "pixels": see `stored_images`
+    stored: str,  # which of them
     upright: bool = False,  # whether images are turned as their EXIF tag says
     view_operator: bool = False,  # whether it, loaded, makes all of a view after its resize
-    images_stream: Any = None,  # the CUDA stream on which `images` writes pixels in GPU memory
+    images_stream: Any = None,  # the CUDA stream on which `images` writes pixels in GPU memory, and DALI copies them
     hw_decoder_share: float = 0.0,  # of a batch, for a GPU's hardware JPEG decoder
 ):
     """One decode, then one view for each augmentation: nodes of (size, size, 3) float images.
@@ -55,7 +55,27 @@ def views(
     Without augmentations, the images as they are decoded. Of "files" the last output is their lengths in bytes,
     (1,) int64.
     """
-    image, lengths = stored_images(images, decode, stored, images_stream, hw_decoder_share, upright)
+    lengths = None
+    if stored == "pixels":
+        device = "gpu" if decode == "mixed" else "cpu"
+        image = fn.external_source(images, device=device, layout="HWC", cuda_stream=images_stream)
+    else:
+        # Bytes come in memory of DALI's own (`engine.PackedImages`).
+        encoded = fn.external_source(images, no_copy=stored == "bytes")
+        if stored == "files":
+            # Mapped, files open one at a time: DALI's list of maps has one lock. A file that is cut short meanwhile
+            # would end the process by SIGBUS, without a message.
+            encoded = fn.io.file.read(encoded, dont_use_mmap=True)
+            lengths = encoded.shape()
+        image = fn.decoders.image(
+            encoded,
+            device=decode,
+            output_type=types.RGB,
+            adjust_orientation=upright,
+            # libjpeg does it, and without it the GPU's hybrid decoder gives other colors at edges.
+            jpeg_fancy_upsampling=True,
+            hw_decoder_load=hw_decoder_share,
+        )
     if not augmentations:
         return image if lengths is None else (image, lengths)
     names = [list(view_inputs(augmentation)) for augmentation in augmentations]
@@ -103,42 +123,6 @@ def by_view_operator(image, augmentation: Augmentation, view: SimpleNamespace):
     if image.device == "gpu":
         given["kernels"] = kernels(augmentation.widest_blur, Pipeline.current().device_id).hex()
     return fn.fastsuncet.view(image, **given, **normalization(augmentation))
-
-
-def stored_images(
-    images: Callable,
-    decode: str,
-    stored: str,
-    stream: Any = None,
-    hw_decoder_share: float = 0.0,
-    upright: bool = False,
-):
-    """The images, uint8 HWC RGB: read from named "files", from encoded "bytes", or given as "pixels".
-
-    Decoded images are as stored, or turned as their EXIF tag says with `upright`. The second node is the length of each
-    of the files; None of the others.
-
-    DALI copies pixels in GPU memory on the CUDA stream `stream`.
-    """
-    if stored == "pixels":
-        device = "gpu" if decode == "mixed" else "cpu"
-        return fn.external_source(images, device=device, layout="HWC", cuda_stream=stream), None
-    # Bytes come in memory of DALI's own (`engine.PackedImages`).
-    encoded = fn.external_source(images, no_copy=stored == "bytes")
-    if stored == "files":
-        # Mapped, files open one at a time: DALI's list of maps has one lock. A file that is cut short meanwhile would
-        # end the process by SIGBUS, without a message.
-        encoded = fn.io.file.read(encoded, dont_use_mmap=True)
-    image = fn.decoders.image(
-        encoded,
-        device=decode,
-        output_type=types.RGB,
-        adjust_orientation=upright,
-        # libjpeg does it, and without it the GPU's hybrid decoder gives other colors at edges.
-        jpeg_fancy_upsampling=True,
-        hw_decoder_load=hw_decoder_share,
-    )
-    return image, encoded.shape() if stored == "files" else None
 
 
 def resize(image, size):
