@@ -11,13 +11,10 @@ off, its plain twin computes the same. `choose` decides so:
 4. What one rank cannot use is used by none: a kernel rounds otherwise than its twin, and DDP never sends weights again.
 
 So a verdict can switch a path that the table allows on or off, and nothing else. A checkpoint keeps the choice.
-
-trials.py proves and times a kernel. kernels/switches.py holds the answer in the process (`switch`), and what uses a
-kernel asks it (`usable`): losses/contrast.py, optim/lars.py, models/norm_kernel.py. norm.cu, view.cu and the
-graph have a key of the config too: `resolved` writes what auto is, and step.build, pipelines/loader.py and Pretraining
-read it; a graph or view.cu that is asked for by true and fails ends the run. Only commands/train.py and tune.py come
-here: in other commands and programs a kernel is proved at its first use, and not timed. A run on a CPU has no path, and
-does not import this module: only the view operator is compiled there (`choose` of pipelines/dali/view_operator/use.py).
+kernels/switches.py holds it in the process (`switch`), and what uses a kernel asks there (`usable`):
+losses/contrast.py, optim/lars.py, models/norm_kernel.py. norm.cu, view.cu and the graph have a key of the config too,
+whose auto `resolved` writes; true ends the run where it fails. Only commands/train.py and tune.py come here: elsewhere
+a kernel is proved at its first use, and not timed. A CPU has no path: view_operator/use.py compiles its operator there.
 """
 
 import math
