@@ -138,8 +138,6 @@ class LARS(DeviceLR):
         for p in parameters:
             if p.grad is None:
                 continue
-            if p.grad.layout is not torch.strided:
-                raise RuntimeError(f"LARS: a parameter of shape {tuple(p.shape)} has a sparse gradient")
             triple = lists.setdefault((p.device, p.dtype), ([], [], []))
             for kind, tensor in zip(triple, (p, p.grad, self.state[p]["momentum_buffer"])):
                 kind.append(tensor)

@@ -327,10 +327,3 @@ def test_lars_refuses_parameters_that_fsdp_has_sharded():
                 LARS(network.parameters(), 0.1)
     finally:
         dist.destroy_process_group()
-
-
-def test_lars_refuses_a_sparse_gradient():
-    embedding = nn.Embedding(7, 3, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match=r"shape \(7, 3\) has a sparse gradient"):
-        LARS(embedding.parameters(), 0.1).step()
