@@ -209,7 +209,6 @@ SPOILED = {
     "a stage too few": (lambda s: without(s, "layer3"), "1-1 blocks"),
     "extra layers": (plus("attnpool.weight", 1), r"other keys than conv1.*attnpool\.weight"),
     "extra in a block": (plus("layer1.0.se.weight", 1), r"not in this network: layer1\.0\.se\.weight"),
-    "no statistics": (lambda s: without(s, "running_", "num_batches"), "no BatchNorm statistics"),
     "not a number": (changed(lambda x: x * float("nan")), r"not finite.*bn1\.weight"),
     "no values": (changed(lambda x: x.to("meta")), r"bn1\.weight \(without values"),
     "sparse": (changed(torch.Tensor.to_sparse), r"bn1\.weight \(torch\.sparse_coo\)"),
