@@ -8,7 +8,6 @@ import hashlib
 import importlib.util
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -30,7 +29,6 @@ FLAGS = (
 )
 # DALI's headers include them; wheels hold them in two places.
 CUDA_HEADERS = ("cuda.h", "crt/host_config.h", "nv/target")
-DALI_HEADER = "dali/core/geom/mat.h"
 # Whole numbers and sums are rounded where DALI's CPU operators round them, so no product may be contracted with a sum.
 NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
 WIDEST_BLUR = 65  # pixels, on a GPU: kWidest of pixel.h on each side
@@ -60,8 +58,6 @@ def unavailable() -> str | None:
             f"CUDA's headers {' and '.join(missing)} were not found: torch's CUDA wheels for Linux have them, or set "
             "CUDA_HOME"
         )
-    if header_folder(DALI_HEADER) is None:
-        return f"DALI's header {DALI_HEADER} was not found: install DALI from its wheel"
     return folder_problem()
 
 
@@ -82,7 +78,7 @@ def library_name() -> str:
     # DALI's include paths are left out: they decide nothing.
     flags = [flag for flag in sysconfig.get_compile_flags() if not flag.startswith("-I")]
     versions = [nvidia.dali.__version__, str(nvidia.dali.__cuda_version__)]
-    parts = [*_cxx()[1:], *FLAGS, *flags, *versions, platform.machine()]
+    parts = [*os.environ.get("CXX", "").split()[1:], *FLAGS, *flags, *versions, platform.machine()]
     parts += [f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in sources()]
     return f"view-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
 
@@ -111,26 +107,19 @@ def compile_library(library: Path) -> bytes:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not output.is_file():
         message = done.stderr.strip()[-4000:] or "it wrote no library"
-        raise DataError(f"the view operator does not compile with {shlex.join(compiler())}:\n{message}")
+        raise DataError(f"the view operator does not compile with {' '.join(compiler())}:\n{message}")
     return output.read_bytes()
 
 
 def compiler() -> list[str]:
     """Return $CXX, or the first of COMPILERS that exists, as the start of a command line; empty if there is none."""
-    if named := _cxx():
+    if named := os.environ.get("CXX", "").split():
         return named if shutil.which(named[0]) else []
     return next(([found] for name in COMPILERS if (found := shutil.which(name))), [])
 
 
-def _cxx() -> list[str]:
-    try:
-        return shlex.split(os.environ.get("CXX", ""))
-    except ValueError:  # an unclosed quotation mark: no such command
-        return [os.environ["CXX"]]
-
-
 def header_folder(name: str) -> Path | None:
-    """Return the folder that holds a header of CUDA or DALI; the wheels of this environment come first."""
+    """Return the folder that holds a header of CUDA; the wheels of this environment come first."""
     folders = [each / "include" for wheel in _installed("nvidia") for each in sorted(wheel.glob("*"))]
     folders += [path / "backends" / "nvidia" / "include" for path in _installed("triton")]
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]

@@ -126,8 +126,8 @@ def compiler(body: str):
     return lambda monkeypatch, tmp_path: monkeypatch.setenv("CXX", str(tiny_compiler(tmp_path, body)))
 
 
-def named(command: str):
-    return lambda monkeypatch, tmp_path: monkeypatch.setenv("CXX", command)
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
 
 
 def cache(folder: str):
@@ -142,21 +142,15 @@ def open_to_others(monkeypatch, tmp_path):
     use.built().chmod(0o720)  # see tests/pipelines/test_code_cache.py
 
 
-def without_headers(named: str):
-    def hide(monkeypatch, tmp_path):
-        real = build.header_folder
-        monkeypatch.setattr(build, "header_folder", lambda n: None if n.startswith(named) else real(n))
-
-    return hide
+def no_headers(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "header_folder", lambda name: None)
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (named("g++ '"), r"no C\+\+ compiler: \$CXX \(g\+\+ '\) was not found"),
-        (named("no-such-compiler"), r"here: no C\+\+ compiler: \$CXX \(no-such-c"),
-        (without_headers("dali"), "DALI's header dali/core/geom/mat.h was not found"),
-        (without_headers(""), "CUDA's headers cuda.h and crt/host_config.h and nv/target were not found"),
+        (no_compiler, r"here: no C\+\+ compiler: \$CXX \(no-such-c"),
+        (no_headers, "CUDA's headers cuda.h and crt/host_config.h and nv/target were not found"),
         (open_to_others, "other users can write to .*so, and compiled code is executed"),
         (compiler("echo a nuisance >&2; exit 1"), r"does not compile with .*cc:\na nuisance"),
         (compiler(":"), r"does not compile with .*cc:\nit wrote no library"),
