@@ -1,10 +1,8 @@
 """Turns, ratios, counts and reports of the benchmarks; every case compares equals; every tool's --help."""
 
 import multiprocessing
-import queue
 import re
 import sys
-import threading
 import time
 from datetime import date
 from functools import partial
@@ -42,10 +40,8 @@ def test_every_tool_and_case_answers_help_in_any_folder(words, tmp_path):
     assert exit_code == 0 and "usage:" in printed, printed
 
 
-@pytest.fixture
-def events(monkeypatch):
-    """CUDA events on a clock that only work moves forward, in milliseconds."""
-    clock = [0.0]
+def test_time_in_turns_rotates_and_does_not_count_the_warmup(monkeypatch):
+    clock, calls = [0.0], []  # only work moves the clock forward, in milliseconds
 
     class Event:
         def __init__(self, enable_timing):
@@ -61,24 +57,21 @@ def events(monkeypatch):
             assert end.waited, "read before the device came to the second event"
             return end.at - self.at
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    return clock
-
-
-def test_time_in_turns_rotates_and_does_not_count_the_warmup(events, monkeypatch):
-    calls = []
-    monkeypatch.setattr(harness, "settle", lambda: calls.append("."))
-
     def work(name):
         calls.append(name)
-        events[0] += 100.0 if calls.count(name) <= 2 else 1.0
+        clock[0] += 100.0 if calls.count(name) <= 2 else 1.0
 
-    contenders = {name: lambda name=name: work(name) for name in "abc"}
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(harness, "settle", lambda: calls.append("."))
+    contenders = {name: partial(work, name) for name in "abc"}
     measure = partial(harness.seconds_of, device="cuda")
     found = time_in_turns(contenders, measure, rounds=3, discarded={"b": 1})
     assert "".join(calls) == "aabbcc" + ".a.bb.c" + ".bb.c.a" + ".c.a.bb"
     assert found == {name: pytest.approx([1e-3] * 3) for name in "abc"}
     assert harness.seconds_of(contenders["a"], "cuda", 20) == pytest.approx(1e-3)
+    calls.clear()
+    wall, cpu = harness.wall_and_cpu_in_turns({"d": contenders["a"]}, 12, rounds=3, discarded=6)
+    assert "".join(calls) == "aa" + 3 * ("." + 18 * "a") and len(wall["d"]) == len(cpu["d"]) == 3
 
 
 def test_ratios_are_taken_within_each_round():
@@ -106,21 +99,6 @@ def test_counter_counts_waits_views_and_bytes():
         with Counter() as counter:
             question()
         assert counter.waits == 1
-
-
-def test_batches_prepared_before_a_turn_are_not_counted(monkeypatch):
-    """A source needs 10 ms a batch and keeps up to 4 ready."""
-    monkeypatch.setattr(harness, "settle", lambda: time.sleep(0.05))
-    ready: queue.Queue[None] = queue.Queue(maxsize=4)
-
-    def prepare():
-        while True:
-            time.sleep(0.01)
-            ready.put(None)
-
-    threading.Thread(target=prepare, daemon=True).start()
-    wall, cpu = harness.wall_and_cpu_in_turns({"a": ready.get, "b": lambda: None}, 12, rounds=3, discarded=6)
-    assert min(wall["a"]) > 0.115 > max(wall["b"]) and cpu["a"]
 
 
 def test_cpu_time_is_that_of_workers_too_and_a_turn_waits_until_they_rest():

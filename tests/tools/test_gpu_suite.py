@@ -48,7 +48,7 @@ def no_images(monkeypatch):
     monkeypatch.setattr(gpu_suite, "generate_images", lambda folder, small: None)
 
 
-def test_suite_continues_after_a_part_that_fails_or_hangs(tmp_path, no_images):
+def test_suite_continues_after_a_part_that_fails_or_hangs_or_has_no_time(tmp_path, no_images):
     began = time.perf_counter()
     statuses = suite([BROKEN, HANGING, GOOD], 2, "cpu", False, tmp_path / "suite", "a CPU")
     assert statuses == ["failed (3)", "out of time", "done"]
@@ -58,6 +58,8 @@ def test_suite_continues_after_a_part_that_fails_or_hangs(tmp_path, no_images):
     assert re.search(r"### good: succeeds\n\ndone, [\d.]+ s\n\n~~~\nhello\n~~~\n", text)
     hanging = re.search(r"### hanging: .*\n\nout of time, [\d.]+ s\n\n~~~\n(\d+)\n~~~\n", text)
     assert hanging and not is_alive(int(hanging[1]))
+    assert suite([GOOD, BROKEN], 0.1, "cpu", True, tmp_path / "suite", "a CPU") == ["left out: no time"] * 2
+    assert "### broken: fails\n\nleft out: no time" in (tmp_path / "suite.md").read_text()
 
 
 def test_part_ends_with_a_suite_that_is_killed(tmp_path):
@@ -72,12 +74,6 @@ def test_part_ends_with_a_suite_that_is_killed(tmp_path):
     process.kill()
     process.join()
     assert not is_alive(int(os.readlink(path)))
-
-
-def test_suite_names_the_parts_that_it_has_no_time_for(tmp_path, no_images):
-    statuses = suite([GOOD, BROKEN], 0.1, "cpu", True, tmp_path / "suite", "a CPU")
-    assert statuses == ["left out: no time"] * 2
-    assert "### broken: fails\n\nleft out: no time" in (tmp_path / "suite.md").read_text()
 
 
 def test_suite_runs_a_tool_and_publishes_no_folder_of_the_machine(tmp_path, monkeypatch, capsys, no_images):

@@ -139,17 +139,6 @@ def run_part(command: Sequence[str], seconds: float) -> tuple[str, str]:
     return "out of time" if code is None else "done" if code == 0 else f"failed ({code})", text
 
 
-def heading(card: str) -> str:
-    """Return the first lines of the report: the machine, the versions and the command."""
-    # A published command does not show where this machine keeps files.
-    words = re.sub(r" --output(=| )\S+", "", " ".join(["python", *sys.argv]))
-    command = re.sub(r"\S*/tools/", "tools/", words)
-    return (
-        f"## {card}\n\n{machine()} `{command}`\n\n"
-        "Medians; in brackets the lowest and highest of the rounds. Ratios are taken round by round.\n\n"
-    )
-
-
 def suite(
     parts: Sequence[Part], minutes: float, device: str, small: bool, output: Path, card: str
 ) -> list[str]:
@@ -159,7 +148,11 @@ def suite(
     """
     end = time.perf_counter() + 60 * minutes - RESERVE
     path, statuses = Path(f"{output}.md"), []
-    path.write_text(heading(card), encoding="utf-8")
+    # A published command does not show where this machine keeps files.
+    words = re.sub(r" --output(=| )\S+", "", " ".join(["python", *sys.argv]))
+    words = re.sub(r"\S*/tools/", "tools/", words)
+    rounds = "Medians; in brackets the lowest and highest of the rounds. Ratios are taken round by round."
+    path.write_text(f"## {card}\n\n{machine()} `{words}`\n\n{rounds}\n\n", encoding="utf-8")
     with tempfile.TemporaryDirectory() as scratch:
         generate_images(Path(scratch), small)
         for part in parts:
