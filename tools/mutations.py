@@ -16,7 +16,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import yaml
@@ -54,6 +53,20 @@ def noticed(copy: Path, mutation: Mutation) -> str | None:
     return failed[1] if failed and done.returncode == 1 else None
 
 
+def count_noticed(mutations: list[Mutation], copy: Path) -> int:
+    """Copy the code, make one mutation after the other there, print each with its test; return how many had one."""
+    for part in PARTS:
+        whole = ROOT / part
+        shutil.copytree(whole, copy / part) if whole.is_dir() else shutil.copy(whole, copy / part)
+    count = 0
+    for mutation in mutations:
+        start, test = time.monotonic(), noticed(copy, mutation)
+        by = test or f"NOT NOTICED by {mutation.test}"
+        print(f"{time.monotonic() - start:4.0f} s  {mutation.harm}\n        {by}", flush=True)
+        count += test is not None
+    return count
+
+
 def main() -> int:
     """Run the mutations that the command line names, or all."""
     parser = argparse.ArgumentParser(description="break the code and see the tests notice")
@@ -61,23 +74,8 @@ def main() -> int:
     words = parser.parse_args().words
     chosen = [m for m in MUTATIONS if not words or any(word in m.file + m.harm for word in words)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(2):
-            copy = Path(folder, str(number))
-            for part in PARTS:
-                whole = ROOT / part
-                shutil.copytree(whole, copy / part) if whole.is_dir() else shutil.copy(whole, copy / part)
-            copies.put(copy)
-
-        def run(mutation: Mutation) -> bool:
-            copy, start = copies.get(), time.monotonic()
-            test = noticed(copy, mutation)
-            copies.put(copy)
-            by = test or f"NOT NOTICED by {mutation.test}"
-            print(f"{time.monotonic() - start:4.0f} s  {mutation.harm}\n        {by}", flush=True)
-            return test is not None
-
-        count = sum(pool.map(run, chosen))
+        copies = [Path(folder, str(number)) for number in range(2)]
+        count = sum(pool.map(count_noticed, (chosen[::2], chosen[1::2]), copies))
     print(f"{count} of {len(chosen)} noticed")
     return int(count < len(chosen))
 
