@@ -13,7 +13,6 @@ import html
 import os
 import posixpath
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,12 +46,10 @@ def page_of(path: str) -> str:
     return f"source/{path}.md"
 
 
-def _targets(text: str, folder: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Return each link of a page in `folder` of the repository that leads to a file or folder there, and its path."""
-    for link in LINK.finditer(text):
-        path = posixpath.normpath(posixpath.join(folder, link[2]))
-        if (ROOT / path).exists():
-            yield link, path
+def _target(link: re.Match[str], page: str) -> str:
+    """Return the file or folder of the repository that a link of `page` leads to, "" of any other link."""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link[2]))
+    return path if (ROOT / path).exists() else ""
 
 
 def relink(text: str, path: str) -> str:
@@ -60,15 +57,16 @@ def relink(text: str, path: str) -> str:
 
     A folder has no page: of a link to one only the text is left. A link that shows a file's name shows its title.
     """
-    here, parts, end = posixpath.dirname(page_of(path)), [], 0
-    for link, target in _targets(text, posixpath.dirname(path)):
-        new = link[1]
-        if not (ROOT / target).is_dir():
-            name = _title(target) if new.endswith(".md") else relink(new, path)  # the link of a picture
-            new = f"[{name}]({posixpath.relpath(page_of(target), here or '.')}{link[3] or ''})"
-        parts += [text[end : link.start()], new]
-        end = link.end()
-    return "".join([*parts, text[end:]])
+
+    def changed(link: re.Match[str]) -> str:
+        target = _target(link, path)
+        if not target or (ROOT / target).is_dir():
+            return link[1] if target else link[0]
+        name = _title(target) if link[1].endswith(".md") else relink(link[1], path)  # the link of a picture
+        here = posixpath.dirname(page_of(path)) or "."
+        return f"[{name}]({posixpath.relpath(page_of(target), here)}{link[3] or ''})"
+
+    return LINK.sub(changed, text)
 
 
 def _text(path: str) -> str:
@@ -83,12 +81,11 @@ def sources() -> dict[str, str]:
     """Return page -> Markdown of each file outside of docs/ that a page links to."""
     pages = [*TOP, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").rglob("*.md")))]
     found = {}
-    for page in pages:
-        for _, path in _targets(_text(page), posixpath.dirname(page)):
-            uri = page_of(path)
-            if uri.startswith("source/") and (ROOT / path).is_file():
-                language = LANGUAGES.get(Path(path).suffix, "text")
-                found[uri] = f"# {path}\n\n````{language}\n{_text(path)}````\n"
+    for path in (_target(link, page) for page in pages for link in LINK.finditer(_text(page))):
+        uri = page_of(path)
+        if uri.startswith("source/") and (ROOT / path).is_file():
+            language = LANGUAGES.get(Path(path).suffix, "text")
+            found[uri] = f"# {path}\n\n````{language}\n{_text(path)}````\n"
     return found
 
 
