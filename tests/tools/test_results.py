@@ -2,13 +2,12 @@
 
 import functools
 import re
-from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tools import points, results
-from tools.points import COLUMNS, HELD_OUT_SEED
+from tools.points import COLUMNS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted((ROOT / "docs" / "results").glob("*/points.csv"))
@@ -48,14 +47,8 @@ def test_pages_hold_the_other_tables():
     assert len(tables) == 6 and all(table in PAGE for table in tables)
 
 
-def test_results_pair_seeds_where_a_method_lacks_one(tmp_path):
-    """The differences are those without the seed in any method."""
-    lines = (ROOT / "docs/results/cifar10-plateau/points.csv").read_text().splitlines(keepends=True)
-    path, shown = tmp_path / "points.csv", []
-    for dropped in ("fixed,0,|alone_cross_entropy,0,", "fixed,0,|plateau,0,|alone_cross_entropy,0,"):
-        path.write_text("".join(line for line in lines if not re.search(dropped, line)))
-        shown.append(re.findall(INTERVAL, "".join(results.show(path))))
-    assert shown[0] == shown[1] and shown[0]
+def test_paired_differences_are_those_of_seeds_that_both_have():
+    assert points.paired({0: 0.1, 1: 0.2, 2: 0.3}, {2: 0.5, 1: 0.2, 3: 0.9}) == pytest.approx([0, 20])
 
 
 def test_interval_is_that_of_students_t():
@@ -85,37 +78,6 @@ def test_interval_is_that_of_students_t():
 )
 def test_decision_follows_its_rule(decide, given, expected):
     assert decide(*given) == expected
-
-
-def test_photos_are_judged_by_the_measure_that_was_best_on_held_out_photos(tmp_path, monkeypatch):
-    """SimCLR is 4 points above the labels alone by its best measure there, SuNCEt is level; other measures mislead."""
-    kinds = ("linear_auto", "finetune_linear", "finetune_lr0.005", "finetune_lr0.015", "finetune")
-    best = {
-        "alone_cross_entropy": ("finetune_lr0.015", 50),
-        "alone_suncet": ("linear_auto", 45),
-        "simclr": ("finetune_linear", 54),
-        "suncet": ("linear_auto", 50),
-    }
-    rows = [",".join(COLUMNS)]
-    for method, kind in product(best, kinds):
-        chosen, top1 = best[method]
-        rows.append(f"300,{method},{HELD_OUT_SEED},{kind},9,9,{top1 if kind == chosen else 30}")
-        for labels, seed in product((100, 300), range(1, 6)):
-            value = top1 + 0.1 * seed * (method == "simclr") if kind == chosen else 20
-            rows.append(f"{labels},{method},{seed},{kind},9,9,{value}")
-    monkeypatch.setattr(results, "photo_variants", lambda *_: [])
-    path = tmp_path / results.PHOTOS / "points.csv"
-    path.parent.mkdir()
-    path.write_text("\n".join(rows) + "\n")
-    choices, many, few, gains, decisions = results.show(path)
-    head = "| labels alone, cross-entropy | "
-    assert f"{head}30.00 | 30.00 | 30.00 | 50.00 | 30.00 | fine-tuned at lr 0.015 |" in choices
-    alone = "| labels alone, cross-entropy | 20.00, 5 seeds | 20.00, 5 seeds | 50.00, 5 seeds |"
-    assert alone in many and alone in few
-    low, high = points.interval([4.1, 4.2, 4.3, 4.4, 4.5])
-    for labels in (100, 300):
-        assert f"| {labels} labels: SimCLR | +4.30 ± {(high - low) / 2:.2f} | +0.00 ± 0.00 |" in gains
-    assert decisions.count("| 0.000 | **helps** |") == 2 and decisions.count("**does not help** |") == 2
 
 
 def test_holm_by_hand(monkeypatch):
