@@ -184,14 +184,9 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     return center - half, center + half
 
 
-def p_value(values: Sequence[float]) -> float:
-    """Return the two-sided p value of Student's t for a mean of 0."""
-    return float(ttest_1samp(values, 0).pvalue) if stdev(values) else float(not any(values))
-
-
 def holm(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the p value of each mean, corrected by Holm's method over all of them."""
-    p = np.array([p_value(each) for each in values.values()])
+    """Return the two-sided p value of Student's t for a mean of 0, of each corrected by Holm's method over all."""
+    p = np.array([ttest_1samp(each, 0).pvalue for each in values.values()])
     order = np.argsort(p)
     p[order] = np.maximum.accumulate(np.arange(len(p), 0, -1) * p[order])
     return dict(zip(values, p.clip(max=1).tolist()))
