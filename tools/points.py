@@ -8,12 +8,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import yaml
-from scipy.stats import t, ttest_1samp
+from scipy.stats import ttest_1samp
 
 from fastsuncet.commands.report.compute_saved import Saving, savings
 from fastsuncet.commands.report.curves import Curve, Measurement, Panel, Point, arrange
@@ -179,9 +179,8 @@ def paired(base: Mapping[Any, float], ours: Mapping[Any, float]) -> list[float]:
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % t interval of the mean of paired differences."""
-    n, center = len(differences), mean(differences)
-    half = float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5
-    return center - half, center + half
+    low, high = ttest_1samp(differences, 0).confidence_interval(0.95)
+    return float(low), float(high)
 
 
 def holm(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
