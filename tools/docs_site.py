@@ -125,16 +125,6 @@ def commands_page() -> str:
     return "\n".join(parts)
 
 
-def notebook_pages(path: Path) -> dict[str, str | bytes]:
-    """Return page -> content of a notebook below docs/, as it was saved: its Markdown, and its pictures."""
-    from nbconvert import MarkdownExporter
-
-    text, resources = MarkdownExporter().from_filename(str(path))
-    folder = path.relative_to(ROOT / "docs").parent
-    pictures = {str(folder / name): content for name, content in resources["outputs"].items()}
-    return {page_of(str(path.relative_to(ROOT))): text, **pictures}
-
-
 # ---------------------------------------------------------------------------------------------------- hooks of mkdocs
 def math(source: str, *_: Any, **__: Any) -> str:
     """Return the LaTeX of a ```math block as MathML."""
@@ -153,11 +143,15 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are not in docs/."""
     from mkdocs.structure.files import File
+    from nbconvert import MarkdownExporter
 
     pages = {TOP[name]: _text(name) for name in TOP}
     pages |= {"config.md": config_page(), "commands.md": commands_page(), **sources()}
+    # Notebooks as they were saved: their Markdown, and their pictures.
     for path in sorted((ROOT / "docs").rglob("*.ipynb")):
-        pages |= notebook_pages(path)
+        page, (text, resources) = path.relative_to(ROOT / "docs"), MarkdownExporter().from_filename(str(path))
+        pages[str(page.with_suffix(".md"))] = text
+        pages |= {str(page.parent / name): content for name, content in resources["outputs"].items()}
     for uri, content in pages.items():
         files.append(File.generated(config, uri, content=content))
     return files
