@@ -47,15 +47,13 @@ def runs_of(path: str, *overrides: str):
 
 
 def jobs_of(command: str) -> list[Job]:
-    """Return the jobs of a command line, none for a report."""
+    """Return the jobs of a valid command line, none for a report."""
     _, name, *words = shlex.split(command)
-    patterns = [words.pop(i + 1) for i in reversed(range(len(words))) if words[i] == "--only"]
-    words = [word for word in words if word != "--only"]
+    options = Parser(name).parse(words)
     if name == "sweep":
-        runs = runs_of(words[0], *words[1:])
-        return [job for run in (runs_named(runs, patterns) if patterns else runs) for job in run.jobs]
-    config = [] if name == "report" else [load_config(words[0], words[1:])]
-    return [Job(name, (name, *words), (), (), each) for each in config]
+        runs = runs_named(runs_of(options.name, *options.overrides), options.only)
+        return [job for run in runs for job in run.jobs]
+    return [] if name == "report" else [Job(name, (name, *words), (), (), options.config)]
 
 
 def jobs_in(config: str) -> list[Job]:
@@ -154,12 +152,9 @@ def test_document_states_the_assumption_of_the_hours():
     assert "741 views a second" in text and "7.6 times" in text and round(5_596 / 741, 1) == 7.6
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if not line.startswith("fastsuncet sweep")])
-def test_document_command_is_valid(line):
-    """The costs read the files, names and changes of its sweeps."""
-    _, name, *words = shlex.split(line)
-    options = Parser(name).parse(words)
-    assert name != "report" or (options.paper or paper.TEN) in paper.figures()
+def test_document_reports_have_figures_of_the_paper():
+    named = {figure for line in LINES for figure in re.findall(r"--paper (\S+)", line)}
+    assert named and named <= {*paper.figures()}
 
 
 @pytest.mark.slow
