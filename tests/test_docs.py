@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from fastsuncet import cli
-from fastsuncet.cli._parser import EXIT_CODES
-from fastsuncet.config import load_config
+from fastsuncet.cli._parser import EXIT_CODES, Parser
 from fastsuncet.config.schema import CONFIG
 from tools import docs_site
 
@@ -41,8 +40,7 @@ def test_docs_train_command_is_a_valid_config(command, tmp_path, monkeypatch):
     for name in ("mine.yaml", "again.yaml"):
         Path(name).write_text(mine)
     words = shlex.split(command.replace("$PWD", "/here"))
-    arguments = words[words.index("train") + 1 :]
-    load_config(arguments[0], [word for word in arguments[1:] if not word.startswith("--")])
+    Parser("train").parse(words[words.index("train") + 1 :])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
