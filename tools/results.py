@@ -401,8 +401,8 @@ def gate(held_out: Mapping[str, Studies]) -> str:
         for name in names:
             cells = (accuracy(points.best(found, name, [kind])) for kind in points.ALL_KINDS)
             rows.append([labels, name, *cells, ""])
-        top, *alone = (points.best(found, name) for name in names)
-        rows[-1][-1] = f"{min(points.paired(each, top)[0] for each in alone):+.2f}"
+        ours, *alone = (points.best(found, name) for name in names)
+        rows[-1][-1] = f"{min(points.paired(each, ours)[0] for each in alone):+.2f}"
     head = ["labels", "best checkpoint", *(f"{EVALUATIONS[kind]}, %" for kind in points.ALL_KINDS)]
     return table([*head, "the unlabeled images add, points"], rows, names=2)
 
