@@ -40,8 +40,8 @@ def check(
     The result has the bad images, those of `index` among them, for `save_index` to keep.
 
     `backend` "dali" decodes with DALI on `device` ("cpu" or "gpu"), "torchvision" with PIL, "auto" with DALI where it
-    is installed. An image that decodes to wrong pixels without an
-    error (a flipped bit inside a JPEG) is found only in a pack.
+    is installed. An image that decodes to wrong pixels without an error (a flipped bit inside a JPEG) is found only in
+    a pack.
 
     Raises DataError for data without files, for an absent back-end, and when the decoder refuses a whole batch that PIL
     reads: then the decoder has failed, not the files. No content of a file raises.
@@ -107,10 +107,9 @@ def find_bad_images(index: ImageIndex, indices: Iterable[int], options: LoaderOp
 
     An image that decodes to wrong pixels without an error (a flipped bit inside a JPEG) is not found.
     """
-    distinct, found = np.array(list(dict.fromkeys(map(int, indices)))), {}
-    for (i,), failed, _ in _decoded(index, distinct, 1, options):
-        if reason := failed.get(i) or index.damage(i):
-            found[i] = reason
+    distinct = np.array(list(dict.fromkeys(map(int, indices))))
+    decoded = _decoded(index, distinct, 1, options)
+    found = {i: reason for (i,), bad, _ in decoded if (reason := bad.get(i) or index.damage(i))}
     if len(found) == len(distinct) > 1 and not any(_flaw(index, i) for i in found):
         # A GPU that has failed refuses every file. Nobody should delete a good data set because of that.
         return {}

@@ -168,11 +168,9 @@ class ImageIndex:
         if self.pixels is None and (large := np.flatnonzero(pixels > _LARGE).tolist()):
             most = int(pixels.argmax())
             height, width = self.sizes[most].tolist()
-            notes.append(
-                f"{counted(len(large), 'image')} of more than {_LARGE / 1e6:g} megapixels: the largest, "
-                f"{self.name(most)}, takes {3 * pixels[most] / 1e6:,.0f} MB decoded ({width} x {height}), and a batch "
-                "can hold several. A lower data.max_megapixels makes them bad images"
-            )
+            takes = f"{self.name(most)} takes {3 * pixels[most] / 1e6:,.0f} MB decoded ({width} x {height})"
+            more = f"{counted(len(large), 'image')} of more than {_LARGE / 1e6:g} megapixels"
+            notes.append(f"{more}: {takes}. A lower data.max_megapixels makes them bad images")
         return notes
 
     def some(self, numbers: Sequence[int]) -> str:

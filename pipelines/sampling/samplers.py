@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.output import first_five
+from pipelines.output import counted, first_five
 
 # Philox streams by purpose. Augmentation parameters use small role numbers; these start where those cannot reach, so a
 # change of augmentation does not change the order of the images.
@@ -184,34 +184,25 @@ class ClassSampler:
 
     def notes(self) -> list[str]:
         """Return sentences to print once before a run: which classes are too few, or too small, for this batch."""
-        m, notes = self.images_per_class, []
+        m, count, notes = self.images_per_class, len(self._classes), []
         n = -(-self.local_batch // self.classes_per_batch)  # images of a class on a rank, at most
-        empty = sorted(set(range(len(self.class_names))) - set(self._classes.tolist()))
-        if empty:
+        if empty := sorted(set(range(len(self.class_names))) - set(self._classes.tolist())):
             names = first_five([self.class_names[label] for label in empty])
-            notes.append(
-                f"{len(empty)} of {len(self.class_names)} classes have no labeled image and are never drawn: {names}"
-            )
-        left_out = len(self._classes) % self.classes_per_batch
-        if left_out:
-            cycle = "step" if self.steps_per_cycle == 1 else f"cycle of {self.steps_per_cycle} steps"
-            notes.append(
-                f"{self.classes_per_batch} classes a batch do not divide {len(self._classes)} classes: every "
-                f"{cycle} leaves out {left_out}, drawn anew"
-            )
+            notes.append(f"{len(empty)} of {len(self.class_names)} classes have no labeled image: {names}")
+        if left_out := count % self.classes_per_batch:
+            steps = counted(self.steps_per_cycle, "step")
+            text = f"{self.classes_per_batch} classes a batch do not divide {count} classes"
+            notes.append(f"{text}: each round of {steps} leaves out {left_out}, drawn anew")
         shared, repeated = (n <= self._counts) & (self._counts < m), self._counts < n
         for which, why in (
             (shared, f"the {m} a batch takes: several ranks take the same image"),
             (repeated, f"the {n} a rank takes: it takes an image more than once"),
         ):
             if which.any():
-                counted = zip(self._classes[which].tolist(), self._counts[which].tolist())
-                names = first_five([f"{self._name(label)} ({count})" for label, count in counted])
-                have = "has" if which.sum() == 1 else "have"
-                notes.append(
-                    f"{which.sum()} of {len(which)} classes {have} fewer labeled images than {why}, each time with "
-                    f"another augmentation: {names}"
-                )
+                sizes = zip(self._classes[which].tolist(), self._counts[which].tolist())
+                names = first_five([f"{self._name(label)} ({size})" for label, size in sizes])
+                text = f"{which.sum()} of {count} classes have fewer labeled images than {why}"
+                notes.append(f"{text}, each time with another augmentation: {names}")
         return notes
 
     def _name(self, label: int) -> str:

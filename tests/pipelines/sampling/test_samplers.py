@@ -191,8 +191,8 @@ def test_class_notes_name_what_is_empty_left_over_shared_and_repeated():
     names = ["ant", "bee", "cat", "dog", "elk", "fox"]
     sampler = ClassSampler(*numbered([0, 1, 2, 3, 40, 40]), 4, 8, 4, seed=0, class_names=names)
     empty, chunks, shared, repeated = sampler.notes()
-    assert "1 of 6 classes" in empty and empty.endswith("never drawn: ant")
-    assert "every step leaves out 1" in chunks
+    assert "1 of 6 classes" in empty and empty.endswith("no labeled image: ant")
+    assert "each round of 1 step leaves out 1" in chunks
     assert "the 8 a batch takes" in shared and shared.endswith(": cat (2), dog (3)")
     assert "the 2 a rank takes" in repeated and repeated.endswith(": bee (1)")
     many = ClassSampler(*numbered([2] * 30), 5, 4, 2, seed=0)
