@@ -29,11 +29,7 @@ _BATCH_PIXELS = 64_000_000  # ... fewer where they are large: 200 MB of uint8 RG
 
 
 def check(
-    index: ImageIndex,
-    backend: Backend = "auto",
-    *,
-    device: Literal["cpu", "gpu"] = "cpu",
-    threads: int = 2,
+    index: ImageIndex, backend: Backend = "auto", *, device: Literal["cpu", "gpu"] = "cpu", threads: int = 2
 ) -> ImageIndex:
     """Check every image of a new index: whole decode to the header's size, JPEG end marker, checksum in a pack.
 

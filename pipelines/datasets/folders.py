@@ -12,15 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import (
-    EXTENSIONS,
-    NOT_READ,
-    image_size,
-    in_threads,
-    jpeg_size,
-    read_sizes,
-    stamp,
-)
+from pipelines.datasets import image_headers
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import Names, links_out
 from pipelines.output import say_line
@@ -68,7 +60,7 @@ def image_tree(root: str | Path, *, upright: bool = False) -> ImageIndex:
     root = existing_folder(root)
     files, times = _listed(root, classes=False)
     if not files:
-        raise DataError(f"{root} holds no image ({', '.join(sorted(EXTENSIONS))})")
+        raise DataError(f"{root} holds no image ({', '.join(sorted(image_headers.EXTENSIONS))})")
     return with_headers(root, files, np.full(len(files), -1), (), upright, folders=times)
 
 
@@ -99,7 +91,8 @@ def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
     if root is None or kept is None:
         return index, 0
     names = list(kept)
-    times = dict(zip(names, in_threads(lambda i: folder_time(os.path.join(root, names[i])), len(names))))
+    found = image_headers.in_threads(lambda i: folder_time(os.path.join(root, names[i])), len(names))
+    times = dict(zip(names, found))
     moved = {name for name, changed in times.items() if changed == UNSURE or changed != kept[name]}
     rows = [i for i, name in enumerate(index.files) if name.rpartition("/")[0] in moved] if moved else []
     known, added = {index.files[i] for i in rows}, 0
@@ -129,11 +122,11 @@ def _compared(index: ImageIndex, root: Path, rows: np.ndarray) -> ImageIndex:
 
     def stamp_now(row: int) -> tuple[int, int]:
         try:
-            return stamp(os.stat(os.path.join(root, names[row])))
+            return image_headers.stamp(os.stat(os.path.join(root, names[row])))
         except OSError:  # no file, or a folder without access: reading the header gives the reason
             return -1, -1
 
-    now = np.array(in_threads(stamp_now, len(names)), np.int64).reshape(-1, 2)
+    now = np.array(image_headers.in_threads(stamp_now, len(names)), np.int64).reshape(-1, 2)
     before = index.stamps[rows]
     gone = rows[(now[:, 0] < 0) & (before[:, 0] >= 0)].tolist()
     if gone:
@@ -189,13 +182,13 @@ def with_headers(
         with contextlib.suppress(OSError), open(path, "rb", buffering=0, opener=opened) as file:
             # The stamp first: a file that changes while it is read is then seen as changed the next time.
             status = os.fstat(file.fileno())
-            stamps[row] = stamp(status)
+            stamps[row] = image_headers.stamp(status)
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError("not a regular file")
-            size = jpeg_size(file.fileno(), upright)
-        return size or image_size(path, upright=upright)
+            size = image_headers.jpeg_size(file.fileno(), upright)
+        return size or image_headers.image_size(path, upright=upright)
 
-    sizes, bad = read_sizes(size_of, len(names), root)
+    sizes, bad = image_headers.read_sizes(size_of, len(names), root)
     return ImageIndex(
         root, names, labels, classes, sizes, stamps=stamps, bad=bad, upright=upright, folders=folders
     )
@@ -244,11 +237,11 @@ def _listed(
                     waiting.append(prefix + name)
             elif classes and not below:
                 continue
-            elif (ending := name[name.rfind(".") :].lower()) in EXTENSIONS:
+            elif (ending := name[name.rfind(".") :].lower()) in image_headers.EXTENSIONS:
                 if is_link and links_out(entry.path, root):
                     raise DataError(f"{entry.path} is a link that leads out of {root}: put the file there")
                 files.append(prefix + name)
-            elif ending in NOT_READ:
+            elif ending in image_headers.NOT_READ:
                 not_read[ending] += 1
     if not_read:
         kinds = " and ".join(f"{count:,} {ending}" for ending, count in sorted(not_read.items()))

@@ -149,9 +149,8 @@ def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
         raise DataError(f"data.split.images is from 1 to the {len(known)} images with a label, not {count}")
     words = np.random.Philox(key=np.array([seed, 0], np.uint64)).random_raw(len(labels))[known]
     by_class = np.lexsort((words, labels[known]))
-    _, firsts, inverse, sizes = np.unique(
-        labels[known][by_class], return_index=True, return_inverse=True, return_counts=True
-    )
+    drawn = labels[known][by_class]
+    _, firsts, inverse, sizes = np.unique(drawn, return_index=True, return_inverse=True, return_counts=True)
     # Webster's method takes seats in ascending order of (2 k + 1) / (2 n) for the k-th of n images of a class.
     rank = np.arange(len(known)) - firsts[inverse]
     seats = np.argsort((rank + 0.5) / sizes[inverse], kind="stable")

@@ -16,7 +16,7 @@ from PIL import Image
 
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
-from pipelines.datasets import folders
+from pipelines.datasets import folders, image_headers
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.image_headers import image_size, read_rgb
 from pipelines.datasets.index import ImageIndex
@@ -82,7 +82,7 @@ def test_read_headers_of_jpegs_agree_with_pil(tmp_path, monkeypatch):
     files = {name: encoded(image, "JPEG", **options) for name, options in kinds.items()}
     files |= {mode: encoded(image.convert(mode), "JPEG") for mode in ("L", "CMYK")}
     calls = []
-    monkeypatch.setattr(folders, "image_size", lambda path: calls.append(path) or (0, 0))
+    monkeypatch.setattr(image_headers, "image_size", lambda path: calls.append(path) or (0, 0))
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     assert headers(tmp_path, list(files)).sizes.tolist() == [[5, 7]] * len(files) and not calls
@@ -94,7 +94,7 @@ def test_read_headers_of_jpegs_agree_with_pil(tmp_path, monkeypatch):
         (tmp_path / f"{number}.jpg").write_bytes(damaged)
     names = [f"{number}.jpg" for number in range(300)]
     found = headers(tmp_path, names)
-    monkeypatch.setattr(folders, "jpeg_size", lambda file, upright: None)
+    monkeypatch.setattr(image_headers, "jpeg_size", lambda file, upright: None)
     by_pil = headers(tmp_path, names)
     agree = (found.sizes == by_pil.sizes).all(axis=1)
     assert set(found.bad) <= set(by_pil.bad) >= set(np.flatnonzero(~agree)) and agree.sum() > 200
@@ -121,7 +121,7 @@ def test_read_headers_of_many_chunks_land_in_their_rows(tmp_path, monkeypatch):
             time.sleep(0.1)
         raise ValueError("bad")
 
-    monkeypatch.setattr(folders, "image_size", slow_at_first)
+    monkeypatch.setattr(image_headers, "image_size", slow_at_first)
     assert list(headers(tmp_path, names).bad) == list(range(600))  # in order, however long one takes
 
 
