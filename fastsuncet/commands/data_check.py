@@ -15,8 +15,7 @@ from fastsuncet.data.image_files import image_root, index_path, kept_index, pack
 from pipelines.backend import Backend, choose_backend, decode_threads
 from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree
-from pipelines.datasets.index import ImageIndex, with_classes
-from pipelines.datasets.index_file import save_index
+from pipelines.datasets.index import ImageIndex, save_index, with_classes
 from pipelines.output import say_line
 from pipelines.verify import check, note_on_copies
 

@@ -35,7 +35,7 @@ from fastsuncet.training.pretraining import Pretraining
 from fastsuncet.training.summary import speed_on_cpu, summary
 from fastsuncet.training.trainer import Trainer
 from pipelines import atomic_files
-from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.index import ImageIndex, save_index
 from pipelines.output import say_line
 
 
@@ -59,8 +59,6 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
         # Only now: a refused run must not overwrite the config of the run that is in the folder.
         if place.first:
             if index is not None:
-                from pipelines.datasets.index_file import save_index
-
                 save_index(index, typed_path(config.data.index))
             note = f"# chosen for this hardware: {json.dumps(trainer.task.chosen)}\n"
             with disk_errors(folder / "config.yaml"):

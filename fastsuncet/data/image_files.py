@@ -12,8 +12,7 @@ from fastsuncet.paths import typed_path
 from pipelines.data_errors import DataError
 from pipelines.datasets.csv_labels import with_csv_labels
 from pipelines.datasets.folders import image_folder, image_tree, look_again
-from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_file import load_index, save_index
+from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.pack import open_pack
 from pipelines.output import counted, say_once
 

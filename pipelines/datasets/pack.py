@@ -24,8 +24,7 @@ import numpy as np
 from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
 from pipelines.datasets.image_headers import THREADS, image_size, read_sizes, stamp
-from pipelines.datasets.index import ImageIndex, class_numbers
-from pipelines.datasets.index_file import load_index, save_index
+from pipelines.datasets.index import ImageIndex, class_numbers, load_index, save_index
 from pipelines.datasets.shards import CHECKSUM, MEMBER, Scan, Shards, require_inside, scan_shard
 from pipelines.datasets.string_table import Names
 from pipelines.output import say_line, show_progress

@@ -12,7 +12,7 @@ from fastsuncet.config import load_config
 from fastsuncet.data.image_files import index_path
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets import image_headers
-from pipelines.datasets.index_file import load_index
+from pipelines.datasets.index import load_index
 from tests.support.pictures import cut_short
 
 CONFIG = """\

@@ -14,7 +14,6 @@ from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.paired_stream import views
 from fastsuncet.distributed.place import join
 from pipelines.data_errors import BadImage, DataError
-from pipelines.datasets import index_file
 from pipelines.output import say_once
 from tests.support.archives import tar_of
 from tests.support.pictures import write_image, write_images
@@ -196,7 +195,7 @@ def test_kept_index_that_others_can_write_or_that_is_too_large_is_made_anew(
     if "user" in why and os.geteuid():
         pytest.skip("only root can give a file away")
     damage(kept)
-    monkeypatch.setattr(index_file, "MOST_BYTES", 50_000)
+    monkeypatch.setattr("pipelines.datasets.index.MOST_BYTES", 50_000)
     for said in (f"note: the index runs/indices/{kept.name} is made anew, because {why}\n", ""):
         assert len(opened().train) == 3 and capsys.readouterr().out == said
 

@@ -18,8 +18,7 @@ from pipelines import verify
 from pipelines.data_errors import DataError
 from pipelines.datasets import image_headers
 from pipelines.datasets.folders import image_tree
-from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_file import load_index, save_index
+from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.engines import engine_of
 from pipelines.verify import check
 from tests.support.pictures import cut_short, encoded, texture, unusable_files, write_image, write_kinds

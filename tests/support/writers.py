@@ -23,8 +23,7 @@ from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.models.resnet import build_model
 from pipelines import code_cache
 from pipelines.data_errors import DataError
-from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_file import load_index, save_index
+from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.pack import open_pack, write_pack
 from pipelines.sampling.augmentation import Center
 from tests.support.checkpoints import assert_whole, save

@@ -16,7 +16,7 @@ from fastsuncet.distributed.place import expected_ranks
 from fastsuncet.errors import ConfigError
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
-from pipelines.datasets.index_file import save_index
+from pipelines.datasets.index import save_index
 from pipelines.output import duration, say_line
 
 

@@ -17,8 +17,7 @@ from pipelines.datasets import folders, image_headers
 from pipelines.datasets.csv_labels import with_csv_labels
 from pipelines.datasets.folders import image_folder, image_list, image_tree, look_again
 from pipelines.datasets.image_headers import read_rgb
-from pipelines.datasets.index import ImageIndex, class_numbers, with_classes
-from pipelines.datasets.index_file import load_index, save_index
+from pipelines.datasets.index import ImageIndex, class_numbers, load_index, save_index, with_classes
 from tests.support.pictures import texture, write_image, write_images
 
 CAFE = os.fsdecode("caf\xe9/4.jpg".encode())  # UTF-8 on the disk, whatever the locale

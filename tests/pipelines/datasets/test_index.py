@@ -19,8 +19,7 @@ from pipelines.data_errors import DataError
 from pipelines.datasets import folders, image_headers
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.image_headers import image_size, read_rgb
-from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_file import load_index, save_index
+from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.string_table import Names
 from tests.support.archives import Trap, rewritten
 from tests.support.pictures import encoded, write_image

@@ -19,8 +19,7 @@ from fastsuncet.distributed.place import join
 from pipelines.data_errors import BadImage, CannotWrite, DataError
 from pipelines.datasets import pack as module
 from pipelines.datasets.folders import image_folder
-from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.index_file import load_index, save_index
+from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.pack import INDEX, open_pack, write_pack
 from pipelines.datasets.shards import scan_shard
 from pipelines.verify import check

@@ -19,7 +19,7 @@ from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import join
 from pipelines.data_errors import DataError
-from pipelines.datasets.index_file import load_index, save_index
+from pipelines.datasets.index import load_index, save_index
 from pipelines.datasets.published import VOC_CLASSES, cifar, digits, part_size, voc07
 from tests.support.archives import Trap, tar_of
 from tests.support.pictures import write_image

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from pipelines.data_errors import DataError
-from pipelines.datasets.index_file import load_index, save_index
+from pipelines.datasets.index import load_index, save_index
 from pipelines.datasets.pack import open_pack
 from pipelines.datasets.shards import Shards, scan_shard
 from tests.support.archives import tar_of
