@@ -88,8 +88,10 @@ def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
     files that are gone, and for folders that cannot be listed.
     """
     root, kept = index.root, index.folders
-    if root is None or kept is None:
+    if root is None or index.stamps is None:
         return index, 0
+    if kept is None:  # of a list of files
+        return _compared(index, root, np.arange(len(index))), 0
     names = list(kept)
     found = image_headers.in_threads(lambda i: folder_time(os.path.join(root, names[i])), len(names))
     times = dict(zip(names, found))

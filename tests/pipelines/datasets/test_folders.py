@@ -196,6 +196,12 @@ def test_look_again_leaves_images_bad_that_were_from_the_start(scanned):
     assert again.bad == bad and again.changed == ()
 
 
+def test_look_again_compares_all_files_of_a_list(tmp_path):
+    listed = image_list([write_image(tmp_path / "1.jpg"), write_image(tmp_path / "2.jpg")])
+    write_image(tmp_path / "2.jpg", 9)
+    assert look_again(listed)[0].changed == (1,)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "found"),
     [
