@@ -16,7 +16,7 @@
 // `width` threads lie side by side, a power of two that divides both THREADS and C / V. gridDim.x: groups of rows,
 // gridDim.y: C / V / width.
 //
-// fastsuncet/models/norm_kernel.py is the caller; the twin is in fused_batchnorm.py of that folder.
+// fastsuncet/models/norm_kernel.py is the caller; the twin is in sync_batchnorm.py of that folder.
 #include "device.cuh"
 
 // The caller defines THREADS (of a block) and ELEMENT: f32, bf16 or f16, the type of activations.

@@ -1,6 +1,6 @@
 """BatchNorm by the CUDA kernels of fastsuncet/kernels/norm.cu, with its neighbors and over ranks: `fused_norm`.
 
-sync_batchnorm.py and fused_batchnorm.py call it. `prove` compares it with PyTorch.
+sync_batchnorm.py calls it. `prove` compares it with PyTorch.
 """
 
 from collections.abc import Sequence

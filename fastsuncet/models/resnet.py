@@ -101,7 +101,7 @@ class Bottleneck(nn.Module):
 
 def join(block: BasicBlock | Bottleneck, norm: nn.Module, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return relu(norm(y) + shortcut of x), which a fused norm computes at once."""
-    if hasattr(norm, "join"):
+    if getattr(norm, "relu", False):  # `sync_batchnorm.fuse` has set it
         return cast(Any, norm).join(y, x, block.downsample)
     return block.relu(norm(y).add_(x if block.downsample is None else block.downsample(x)))
 

@@ -123,7 +123,7 @@ def build(
     """
     m, model = config.model, build_model(config, classes, seed=config.meta.seed)
     if m.fused_batchnorm is True:
-        from fastsuncet.models.fused_batchnorm import fuse
+        from fastsuncet.models.sync_batchnorm import fuse
 
         model = fuse(model, shared=m.sync_batchnorm)
     elif m.sync_batchnorm and place.world_size > 1:

@@ -17,8 +17,8 @@ from fastsuncet.kernels import switches
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.models import norm_kernel
 from fastsuncet.models.flops import network_cost
-from fastsuncet.models.fused_batchnorm import FusedNorm
 from fastsuncet.models.resnet import build_model
+from fastsuncet.models.sync_batchnorm import RankBatchNorm, normalize_over_ranks
 from fastsuncet.optim import LARSSettings, lars_kernel
 from fastsuncet.optim.device_lr import fill
 from fastsuncet.optim.lars import lars_auto
@@ -159,16 +159,17 @@ def norm(config: Config, arithmetic: Arithmetic) -> Trial:
     fused, shared = m.fused_batchnorm is not False, m.sync_batchnorm and arithmetic.world_size > 1
 
     def work(device: torch.device) -> Callable[[], None]:
-        norms = [FusedNorm(shape[1]).to(device) for shape in shapes]
+        norms = [RankBatchNorm(shape[1]).to(device) for shape in shapes]
 
         def layers() -> None:
             for module, (count, channels, *size) in zip(norms, shapes):
-                module.relu, module.shared = True, shared
+                module.relu, module.shared = fused, shared
                 pixels = torch.zeros(count, *size, channels, device=device, dtype=dtype)
                 x = pixels.movedim(-1, 1).requires_grad_()
                 # In this process there is one rank, and a run of several has other operators.
-                over_ranks = shared and not (fused and module.kernels_take(x))
-                y = F.relu(module.over_ranks(x)) if over_ranks else module(x)
+                operators = shared and not module.kernels_take(x)
+                y = normalize_over_ranks((module,), (x,))[0] if operators else module(x)
+                y = y if fused and not operators else F.relu(y)
                 y.backward(torch.zeros_like(y))
 
         return layers

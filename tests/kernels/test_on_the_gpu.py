@@ -10,7 +10,7 @@ from torch.torch_version import TorchVersion
 
 from fastsuncet import nt_xent, suncet, sup_con
 from fastsuncet.config import load_config
-from fastsuncet.models import fused_batchnorm, norm_kernel, sync_batchnorm
+from fastsuncet.models import norm_kernel, sync_batchnorm
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, parameter_groups
 from fastsuncet.training.cuda_graph import capture_on_device
@@ -180,7 +180,7 @@ def test_losses_by_the_kernel_are_the_dense_equations(rows):
 @pytest.mark.parametrize("most", [None, 4])
 def test_fused_network_trains_as_the_plain_one_also_in_pieces_and_in_a_graph(most):
     twin = build_model("resnet50", hidden=64, output=16).to(GPU, memory_format=torch.channels_last)
-    network = fused_batchnorm.fuse(copy.deepcopy(twin), shared=False)
+    network = sync_batchnorm.fuse(copy.deepcopy(twin), shared=False)
     x = torch.randn(8, 3, 64, 64, device=GPU).contiguous(memory_format=torch.channels_last)
 
     def gradients(model, dtype):

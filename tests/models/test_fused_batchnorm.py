@@ -12,10 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastsuncet.models import norm_kernel
-from fastsuncet.models.fused_batchnorm import FusedNorm, fuse
 from fastsuncet.models.norm_kernel import fused_norm
 from fastsuncet.models.resnet import BasicBlock, build_model
-from fastsuncet.models.sync_batchnorm import synchronize
+from fastsuncet.models.sync_batchnorm import RankBatchNorm, fuse, synchronize
 from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import HostModule, on_the_host
 from tests.support.networks import narrow_resnet50
@@ -32,7 +31,7 @@ def host():
 
 @pytest.fixture
 def usable(host, monkeypatch):
-    """Let `FusedNorm` use the kernels on a CPU."""
+    """Let `RankBatchNorm` use the kernels on a CPU."""
     monkeypatch.setattr(norm_kernel, "usable", lambda *_: True)
     host.clear()
     return host
@@ -180,7 +179,7 @@ def test_block_or_encoder_that_is_not_known_keeps_a_relu_that_it_uses_twice():
 
     plain = Block()
     fused = fuse(copy.deepcopy(plain), shared=False)
-    assert isinstance(fused.bn1, FusedNorm)
+    assert isinstance(fused.bn1, RankBatchNorm)
     x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(0))
     for a, b in zip(_everything(plain, x), _everything(fused, x)):
         torch.testing.assert_close(a, b)
@@ -201,7 +200,7 @@ def test_fused_network_trains_on_the_kernels_as_on_the_twin(usable):
     x = x.contiguous(memory_format=torch.channels_last)
     for a, b in zip(_everything(network, x), _everything(twin, x.double())):
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-3, atol=1e-4 * b.abs().max().item())
-    norms = sum(isinstance(module, FusedNorm) for module in network.modules())
+    norms = sum(isinstance(module, RankBatchNorm) for module in network.modules())
     assert len(usable) == 6 * norms and norms == 9
     usable.clear()
     network.eval()(x)
@@ -209,7 +208,7 @@ def test_fused_network_trains_on_the_kernels_as_on_the_twin(usable):
 
 
 def test_fused_norm_falls_back_to_the_twin(usable):
-    norm = FusedNorm(8)
+    norm = RankBatchNorm(8)
     norm.shared = False
     x = torch.randn(2, 8, 3, 4, generator=torch.Generator().manual_seed(0))
     rows = x.contiguous(memory_format=torch.channels_last)
