@@ -1,7 +1,4 @@
-"""`fastsuncet data check`: decode every image once with the decoder that trains, and keep the index for the runs.
-
-A truncated file can pass for weeks, until a crop reaches the missing rows; this finds it in one pass.
-"""
+"""`fastsuncet data check`: decode every image once with the decoder that trains, and keep the index for the runs."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""`fastsuncet demo`: the paper's claim at small scale, on real images, in minutes, without a GPU or a download.
-
-Trains SimCLR and SimCLR + SuNCEt on scikit-learn's digits with 10 % of the labels and the same compute, and the labels
-alone, evaluates checkpoints of each with a linear classifier on those labels, and draws accuracy against compute.
-"""
+"""`fastsuncet demo`: the paper's claim at small scale, on real images, in minutes, without a GPU or a download."""
 
 import time
 from pathlib import Path

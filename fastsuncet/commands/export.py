@@ -1,12 +1,6 @@
 """`fastsuncet export`: the encoder of a checkpoint as a file for torchvision, timm, Hugging Face or an ONNX runtime.
 
-    RUN/export/torchvision.pth, timm.pth   a state_dict: torch.load, then load_state_dict(strict=True)
-    RUN/export/safetensors/                a folder for timm.create_model("local-dir:...") and the Hugging Face hub
-    RUN/export/onnx.onnx                   images (B, 3, S, S) float32 -> features (B, width), or logits (B, classes)
-
-A JSON next to each (fastsuncet.json in the folder) has the config, the pixels that the encoder expects, the names of
-the classes, the sha256 of the weights, what the training cost and its results. `fastsuncet.load_encoder` reads all but
-ONNX.
+docs/export.md has the formats. The JSON next to each, its record, is what `fastsuncet.load_encoder` reads them by.
 """
 
 import contextlib

@@ -1,10 +1,7 @@
 """`fastsuncet transfer`: a pre-trained encoder on other data sets (paper, appendix C; SimCLR, appendix B.8).
 
-For each data set the whole grid of learning rates and weight decays is fine-tuned and compared on validation images;
-the best cell is retrained on training and validation images and evaluated once on the test images.
-
-    RUN/transfer/ENCODER/DATASET-DIGEST/     lr0.1-wd0/cell.json ...    selected-lr.../selected.json
-    RUN/results/transfer-....json            the metrics
+RUN/transfer/ENCODER/DATASET-DIGEST/     lr0.1-wd0/cell.json ...    selected-lr.../selected.json
+RUN/results/transfer-....json            the metrics
 """
 
 from pathlib import Path
