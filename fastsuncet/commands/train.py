@@ -1,12 +1,7 @@
 """`fastsuncet train`: from a config to a finished run, or to a message and an exit code.
 
-A run is a folder, <logging.folder>/<logging.write_tag>; the same command continues what is there.
-
-    config.yaml     the resolved config               checkpoints/    step_00012345/ ..., latest
-    metrics.jsonl   one line per metrics interval     metrics.csv     the same as a table
-    status.json     running, done (trained and exported), preempted or failed; the step, and the exit code
-    learned.csv     the labels it learns from         held_out.csv    those of data.validation, taken out
-    export/         the encoder for other programs, at the end of the run
+A run is a folder, <logging.folder>/<logging.write_tag>, whose files docs/watching.md lists; the same command continues
+what is there.
 """
 
 import json
