@@ -6,9 +6,7 @@
 A finished folder is not trained again, only printed. One that was stopped is continued.
 """
 
-import hashlib
 import math
-import os
 from pathlib import Path
 
 from fastsuncet.commands.ranks import as_stoppable_rank
@@ -42,8 +40,7 @@ def finetune(
     """
     config.require_data()
     require_packages(config)
-    digest = hashlib.sha256(os.fsencode("\n".join(arguments))).hexdigest()[:8]
-    status = config.run_folder / "finetune" / f".preempted-{digest}.json"
+    status = config.run_folder / "finetune" / ".preempted.json"
     with as_stoppable_rank(config, arguments, status) as (config, place, signals):
         chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
         _finetune(config, place, chosen, every, signals)

@@ -30,15 +30,12 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     refuse_existing(output, None)
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output} must end in .yaml")
-    if not output.parent.is_dir():
-        raise ConfigError(
-            f"the folder {output.parent} does not exist: make it first, or give another --output"
-        )
     text, config, plan, found = make(folder, labels, hours, weights, output)
     # An older index can know more: `fastsuncet data check` decodes the images.
     if found.index is not None and not (kept := kept_index(config)).exists():
         save_index(found.index, kept)
     with disk_errors(output, "--output"):
+        atomic_files.make_folder(output.parent)
         atomic_files.replace(output, text.encode())
     model, size = config.model, config.data.augmentation.size
     start = {"timm": "published weights", None: "from scratch"}.get(model.init, f"from {weights}")
