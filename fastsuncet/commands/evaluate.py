@@ -23,7 +23,7 @@ from fastsuncet.metrics.results import asked, send_results
 from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
-from fastsuncet.versions import drawing_problem, versions
+from fastsuncet.versions import versions
 from pipelines.output import say_line
 
 KINDS = {
@@ -90,8 +90,7 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
             files.append(write_with_picture(config.run_folder, record))
     if place.first:
         send_results(config, files)
-        pictures = "" if drawing_problem() else ", a picture with each"
-        several = [f"written  {files[0].parent}, {len(files)} results{pictures}"]
+        several = [f"written  {files[0].parent}, {len(files)} results"]
         for line in written(files[0]) if len(chosen) == 1 else several:
             say_line(line)
 

@@ -107,7 +107,7 @@ def test_evaluate_every_checkpoint_writes_one_file_for_each(folder, capsys):
     code, out, _ = evaluate(folder, capsys, "knn", "--every-checkpoint")
     assert code == 0
     assert [line.split(" (")[0] for line in out.splitlines()[3:5]] == ["step 10", "step 20"]
-    assert out.splitlines()[5].endswith("results, 2 results, a picture with each")
+    assert out.splitlines()[5].endswith("results, 2 results")
     one, two = (results(folder)[f"knn {step}"]["metrics"]["top1"] for step in (10, 20))
     code, out, _ = evaluate(folder, capsys, "knn", "--step", "10")  # replaces its file
     assert f"{100 * one:.2f} %" in out and one != two
