@@ -30,7 +30,7 @@ from fastsuncet.commands.tune import candidates
 from fastsuncet.config import Config
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.finetuning.fit import FineTuning, sigmoid_loss, softmax_loss, with_classifier
+from fastsuncet.evaluation.finetuning.fit import FineTuning, sigmoid_loss, softmax_loss
 from fastsuncet.evaluation.knn import knn_predict
 from fastsuncet.metrics import interval
 from fastsuncet.models import resnet
@@ -207,7 +207,7 @@ def test_step_of_a_large_network_is_channels_last(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("loss", [softmax_loss, sigmoid_loss])
 def test_finetuning_step_stays_on_the_gpu(loss):
-    drawn = with_classifier(resnet.build_model("resnet_tiny").encoder, torch.ones(10, 64), torch.ones(10))
+    drawn = torch.nn.Sequential(resnet.build_model("resnet_tiny").encoder, torch.nn.Linear(64, 10))
     with fake_card():
         network = drawn.to(CARD, memory_format=torch.channels_last)
         # Not fused as a fit's is: torch's fused step has no fake twin. So in bf16, whose scaler is off: fp16's would

@@ -118,11 +118,6 @@ class Frozen:
     accuracies: dict[str, float]
 
 
-def with_classifier(encoder: nn.Module, weight: Tensor, bias: Tensor) -> nn.Sequential:
-    """Return the network from images (m, 3, S, S) to logits (m, C): `encoder`, then one linear layer."""
-    return nn.Sequential(OrderedDict(encoder=encoder, classifier=linear_layer(weight, bias)))
-
-
 def softmax_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return (mean cross-entropy, fraction of the images whose highest logit is their class's); labels int64 (m,)."""
     right = logits.detach().argmax(1) == labels
@@ -181,10 +176,13 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         (self.images, lr), classes = sizes(config), len(train.classes)
         # At zero all classes begin equally likely (paper, appendix B). The authors' first release does not mention the
         # bias, and leaves it at torch's random initial value.
-        start = (encoder.module, torch.zeros(classes, encoder.width), torch.zeros(classes))
+        module, layer = (
+            encoder.module,
+            linear_layer(torch.zeros(classes, encoder.width), torch.zeros(classes)),
+        )
         if frozen is not None:
-            start = (frozen.module, frozen.weight, frozen.bias)
-        self.model = with_classifier(copy.deepcopy(start[0]), *start[1:])
+            module, layer = frozen.module, linear_layer(frozen.weight, frozen.bias)
+        self.model = nn.Sequential(OrderedDict(encoder=copy.deepcopy(module), classifier=layer))
         for layer in self.model.modules() if bn_momentum is not None else ():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
                 layer.momentum = bn_momentum
@@ -309,13 +307,12 @@ def fit(
 ) -> tuple[Tensor, Trainer]:
     """Train to the last step; return the logits of the images `indices` of `evaluated`, and the finished trainer.
 
-    The logits (N, C) are float32, on the device, the same on every rank: every image once, in order. The trainer's
-    `means` and `ledger` are the last interval's loss and accuracy, and the cost of the fine-tuning alone.
+    The logits (N, C) are float32, on the device, the same on every rank. The trainer's `means` and `ledger` are the
+    last interval's loss and accuracy, and the cost of the fine-tuning alone.
 
-    Collective. A step is a function of (seed, step) and the files, so the same call continues to the same bits after a
-    stop at any step, or a kill. A signal raises Preempted once all is saved, in the evaluation at its next batch.
-    Raises CheckpointError where the folder holds a fit of other settings or the disk refuses, NumericalError for a loss
-    or a weight that is not finite, BadImage.
+    Collective. The same call continues to the same bits after a stop at any step, or a kill. A signal raises Preempted
+    once all is saved, in the evaluation at its next batch. Raises CheckpointError where the folder holds a fit of other
+    settings or the disk refuses, NumericalError for a loss or a weight that is not finite, BadImage.
     """
     try:
         trainer = Trainer(task, task.place, task.folder)

@@ -270,19 +270,17 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
         f"steps    {steps:,} in {steps / an_epoch:.4g} epochs of {an_epoch * batch:,} images, drawn anew for each",
     ]
     if f.head == "linear":
-        lines.append(
-            f"start    the linear classifier of the frozen features; at least {LEAST_UPDATES} steps; the result is the "
-            "mean of first and last weights"
-        )
+        what = f"the linear classifier of the frozen features; at least {LEAST_UPDATES} steps"
+        lines.append(f"start    {what}; the result is the mean of first and last weights")
     lines += [
         f"SGD      lr {lr:g} to 0 along half a cosine, {momentum}, weight decay {f.weight_decay:g}",
         f"compute  {petaflops(macs * steps * batch):.4g} petaFLOPs at 6 x {macs / 1e9:.4g} GMAC an image",
     ]
     if job.images.held_out is None:
-        lines.append(
-            f"folds    there are no validation images: {FOLDS} more networks are trained, each without a fifth of the "
-            f"labels, to measure on it. All of it takes about {FOLDS + 1} times as long as the network alone"
+        what = (
+            f"without validation images {FOLDS} more networks are trained, each without a fifth of the labels"
         )
+        lines.append(f"folds    {what}. It takes about {FOLDS + 1} times as long as the network alone")
     device = f"{device_name(job.config, place)}, {job.config.meta.precision}, torch {torch.__version__}"
     return [*lines, f"device   {device}", *label_notes(job.images)]
 

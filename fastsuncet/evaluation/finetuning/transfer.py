@@ -1,8 +1,8 @@
 """A transfer: each cell of a shard, then for every complete grid the choice, the retraining and the result.
 
 A cell is a learning rate with a weight decay. It is trained once, and its record is read from then on. Its folder is
-below one whose name is a digest of all else that its number depends on: encoder, images, steps, batch, world size. So a
-cell of other settings is never mistaken for one of these. The result holds a metric for each data set evaluated so far:
+below one whose name is a digest of all else that its number depends on, so a cell of other settings is never mistaken
+for one of these. The result holds a metric for each data set evaluated so far:
 
 "metrics": {"cifar10": 0.976, "cifar100": 0.855, "voc07": 0.851}        top-1, top-1, 11-point mAP
 "chosen":  {"cifar10": {"lr": 0.01, "weight_decay": 1e-5, "validation": 0.974, ...}, ...}
@@ -128,9 +128,7 @@ class DatasetGrid:
         return {cell: record for cell, record in found.items() if record is not None}
 
     def run(self, cell: Cell, *, retrain: bool = False) -> tuple[CellResult | None, bool]:
-        """Train the cell and measure it on the validation images. Collective.
-
-        `retrain`: train it on training and validation images, and measure it on the test images.
+        """Train the cell and measure it on the validation images; `retrain`: train it on both, and test it. Collective.
 
         Return (the record, whether it was made just now); (None, False) if another process is at it. A cell whose loss
         became NaN or infinite is finished too, with the metric None: at the top of a grid of learning rates that is a

@@ -1,6 +1,7 @@
 """Fine-tuning: against a float64 oracle, in passes, on ranks, stopped, killed, refused."""
 
 import math
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -17,7 +18,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, ConfigError, Preempted
 from fastsuncet.evaluation import features
-from fastsuncet.evaluation.encoder import Encoder, load_encoder
+from fastsuncet.evaluation.encoder import Encoder, linear_layer, load_encoder
 from fastsuncet.evaluation.finetuning import frozen
 from fastsuncet.evaluation.finetuning.fit import (
     FineTuning,
@@ -26,7 +27,6 @@ from fastsuncet.evaluation.finetuning.fit import (
     fit,
     sigmoid_loss,
     softmax_loss,
-    with_classifier,
 )
 from fastsuncet.evaluation.finetuning.record import fit_identity, with_sizes
 from fastsuncet.models.resnet import build_model
@@ -129,7 +129,8 @@ def test_fit_steps_as_torchs_sgd_in_float64(tmp_path, nesterov, decay):
     rates = [(line["step"], line["lr"]) for line in metrics(tmp_path)]
     assert rates == [(step, pytest.approx(cosine(step - 1))) for step in (2, 4, 6)]
     stream = FineTuningStream(pictures(45), np.arange(5, 45), config_in(tmp_path), ALONE)
-    model = with_classifier(plain_encoder().module, torch.zeros(CLASSES, 16), torch.zeros(CLASSES)).double()
+    layer = linear_layer(torch.zeros(CLASSES, 16), torch.zeros(CLASSES))
+    model = nn.Sequential(OrderedDict(encoder=plain_encoder().module, classifier=layer)).double()
     sgd = torch.optim.SGD(model.parameters(), momentum=0.9, **values)
     for step in range(6):
         images, labels = stream(step, 0)
