@@ -42,8 +42,11 @@ class ProgressBar:
     ):
         self.total = total
         self._fields = {loss: (".4f", f"{loss} {{:.2f}}") for loss in losses} | FIELDS
-        self._last: tuple[int, float] | None = None  # step and time of the last record
-        self._pace: float | None = None  # seconds per update, smoothed over the intervals between records
+        self._last = start, time.monotonic()  # step and time of the last record
+        self._pace, self._intervals = (
+            0.0,
+            0,
+        )  # seconds per update, smoothed over the intervals between records
         self._bar: tqdm | None = None
         self._stream = stream or sys.stderr
         batch = os.environ.get("TERM") == "dumb" or any(name in os.environ for name in BATCH)
@@ -91,16 +94,17 @@ class ProgressBar:
                 self._bar.close()
 
     def _time_left(self, step: int) -> str:
-        """Return the time for the remaining updates at the recent pace, "?" at the first record of a process.
+        """Return the time for the remaining updates at the recent pace, "?" before the first update.
 
-        The start-up, which that record includes, is in no pace.
+        The first interval includes the start-up, so it counts only until there is a second one.
         """
-        last, self._last = self._last, (step, time.monotonic())
-        if last is not None and step > last[0]:
-            pace = (self._last[1] - last[1]) / (step - last[0])
+        (before, then), self._last = self._last, (step, time.monotonic())
+        if step > before:
+            self._intervals += 1
+            pace = (self._last[1] - then) / (step - before)
             # A fifth: half of a change shows after three lines.
-            self._pace = pace if self._pace is None else self._pace + (pace - self._pace) / 5
-        return "?" if self._pace is None else tqdm.format_interval((self.total - step) * self._pace)
+            self._pace += (pace - self._pace) * (1 if self._intervals <= 2 else 0.2)
+        return tqdm.format_interval((self.total - step) * self._pace) if self._intervals else "?"
 
 
 def _width(stream: TextIO) -> int:

@@ -64,22 +64,22 @@ def terminal(width: int, show, rows: int = 24) -> str:
 def test_progress_line_has_every_number_as_key_and_value():
     (line,) = lines(RECORD)
     losses, speed = "nt_xent=5.4322 suncet=3.2000", "views_per_second=12345.6 data_wait=3.1%"
-    assert line.split()[2:] == f"step=120/600 {losses} lr=0.48 {speed} petaflops=0.01235 left=?".split()
+    assert line.split()[2:] == f"step=120/600 {losses} lr=0.48 {speed} petaflops=0.01235 left=00:00".split()
 
 
 def test_progress_line_has_only_what_the_record_has():
     (line,) = lines({"step": 5, "nt_xent": float("nan")})
     date, clock, *cells = line.split()
     assert abs(time.time() - time.mktime(time.strptime(f"{date} {clock}", "%Y-%m-%d %H:%M:%S"))) < 60
-    assert cells == ["step=5/600", "nt_xent=nan", "left=?"]
+    assert cells == ["step=5/600", "nt_xent=nan", "left=00:00"]
 
 
-def test_progress_time_left_follows_the_pace_without_the_start_up(monkeypatch):
-    clock = iter([101.0, 111.0, 121.0, 131.0, 231.0])
+def test_progress_time_left_follows_the_pace_and_forgets_the_start_up(monkeypatch):
+    clock = iter([0.0, 1.0, 101.0, 111.0, 121.0, 131.0, 231.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    left = [line.split("left=")[1] for line in lines(*({"step": step} for step in (510, 520, 530, 540, 550)))]
-    # Nobody knows; 1 s each; the same; the same; 1 + (10 - 1) / 5 s each.
-    assert left == ["?", "01:20", "01:10", "01:00", "02:20"]
+    shown = lines(*({"step": step} for step in (0, 10, 20, 30, 40, 50)))
+    # No update yet; 10 s each, with the start-up; 1 s each; the same; the same; 1 + (10 - 1) / 5 s each.
+    assert [line.split("left=")[1] for line in shown] == ["?", "1:38:20", "09:40", "09:30", "09:20", "25:40"]
 
 
 @pytest.mark.parametrize(("width", "fit"), [(160, 6), (100, 4), (40, 0)])
