@@ -21,22 +21,10 @@ from typing import Any, ClassVar
 import yaml
 
 from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem, shorten, words
-from fastsuncet.config.schema import CONFIG, Schema, is_table
+from fastsuncet.config.schema import CONFIG, INPUTS, Schema, is_table
 from fastsuncet.config.shipped import SHIPPED, find_config, shipped
 
 MAX_BYTES = 1_000_000  # of a file: tar shards or weights that were given by mistake are not read whole
-
-# Keys whose values are paths of what a run reads; logging.folder, where it writes, is taken as written.
-INPUTS = (
-    "data.root",
-    "data.csv",
-    "data.index",
-    "data.pack",
-    "data.split.file",
-    "data.validation",
-    "model.init",
-    "transfer.root",
-)
 
 CORE = "tag:yaml.org,2002:"
 SYNTAX = "Look at the colons, quotes, brackets and the indentation by spaces, here and in the line above"

@@ -127,7 +127,10 @@ Backbone = Annotated[
 Switch = Annotated[bool, described("true or false")]
 AutoSwitch = Annotated[bool | Literal["auto"], described("true, false or auto")]
 HeadBatchNorm = Annotated[bool | Literal["all"], described("true, false or all")]
-Text = Annotated[str, matching(r"[^\x00-\x1f]{1,4096}", "text, not empty and without control characters")]
+TEXT = matching(r"[^\x00-\x1f]{1,4096}", "text, not empty and without control characters")
+Text = Annotated[str, TEXT]
+# Of what a run reads, relative to the file that has it. logging.folder, where a run writes, is taken as written.
+InputPath = Annotated[str, "path", TEXT]
 Sha256 = Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits in small letters")]
 # A run's name becomes a folder's name. It cannot climb out of `logging.folder`, hide, or look like an option.
 Name = Annotated[
@@ -140,7 +143,7 @@ Name = Annotated[
 BELOW = r"(?![/~])(?!(.*/)?\.\.(/|$))[^\\]+"  # a path that stays below its folder
 Below = Annotated[Text, matching(BELOW, "a folder below data.root, without a leading / and without ..")]
 Validation = Annotated[
-    PartialShare | Text,
+    PartialShare | InputPath,
     described("a folder, a .csv file of lines file,label, or a share of the labels to hold out (0.2)"),
 ]
 
@@ -178,7 +181,7 @@ class SplitSection(Section):
     """none: SimCLR; names: those listed in a file; bernoulli: each image with a probability; stratified: a number of
     images, drawn in each class; csv: those a CSV labels
     """
-    file: Text | None = key(None, "names: one image name a line; csv: lines file,label (null: data.csv)")
+    file: InputPath | None = key(None, "names: one image name a line; csv: lines file,label (null: data.csv)")
     sha256: Sha256 | None = key(None, "of the file of names; the paper's two lists are known without it")
     fraction: Share | None = key(None, "bernoulli: probability that an image is labeled")
     images: Count | None = None
@@ -209,7 +212,7 @@ class DataSection(Section):
     """image_folder: root/train/CLASS/IMAGE; images: any tree of images, without labels; csv: the same with labels
     in a file; digits: scikit-learn's; synthetic: generated
     """
-    root: Text | None = key(None, "folder that holds the images")
+    root: InputPath | None = key(None, "folder that holds the images")
     train: Below | None = None
     """folder of the training images, below root; null: train with image_folder, else root itself"""
     validation: Validation | None = "val"
@@ -217,12 +220,12 @@ class DataSection(Section):
     training images that its lines file,label name; a share, such as 0.2: that many of the labeled images, drawn in each
     class. The last two are kept out of the training. null: none
     """
-    csv: Text | None = key(None, "csv: a file of lines file,label")
+    csv: InputPath | None = key(None, "csv: a file of lines file,label")
     synthetic: SyntheticSection = SyntheticSection()
     download: Switch = key(False, "cifar10, cifar100: download the images if root does not hold them")
     split: SplitSection = SplitSection()
-    index: Text | None = key(None, "file with the list of training images; null: one in logging.folder")
-    pack: Text | None = None
+    index: InputPath | None = key(None, "file with the list of training images; null: one in logging.folder")
+    pack: InputPath | None = None
     """training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files"""
     bad_images: CountOrZero = 0
     """how many undecodable images may be replaced before the run ends: by each process, in each of its two streams
@@ -270,7 +273,7 @@ class ModelSection(Section):
     """the encoder; timm/NAME: any of timm's networks that maps images to one vector, such as timm/convnext_tiny"""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """cifar: first convolution 3x3, stride 1; no max-pool"""
-    init: Text | None = None
+    init: InputPath | None = None
     """weights that the encoder starts from: a file of torchvision, timm or the authors, an export, or the folder of
     a run or checkpoint; timm: timm's published weights of this network, which timm downloads the first time; null:
     drawn from meta.seed. They are read when a run starts, and never when it is continued
@@ -490,7 +493,7 @@ class NpiSection(Section):
 class TransferSection(Section):
     """`fastsuncet transfer`: the grid of fine-tuning runs on other data sets (paper, appendix C)."""
 
-    root: Text | None = None
+    root: InputPath | None = None
     """folder of cifar-10-batches-py, cifar-100-python, VOCdevkit, or of these in folders cifar10, cifar100, voc07"""
     datasets: Datasets = key(("cifar10", "cifar100", "voc07"), "the data sets to fine-tune on")
     download: Switch = key(False, "cifar10, cifar100: download them if root does not hold them")
@@ -544,6 +547,9 @@ class Schema:
 
 
 CONFIG = Schema(Sections)
+INPUTS = [
+    name for name, field in CONFIG.values.items() if {InputPath, Validation} & {*get_args(field.annotation)}
+]
 
 
 def flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A bar at a terminal, aligned lines in a log, and the numbers of the metrics in both."""
+"""A bar at a terminal, lines in a log, and the numbers of the metrics in both."""
 
 import fcntl
 import io
