@@ -115,10 +115,11 @@ def cards() -> Finding:
     from fastsuncet.distributed.place import pick_device
 
     try:
-        if pick_device("auto", 0).type == "cpu":
-            return Finding(
-                "absent", f"torch (CUDA {torch.version.cuda}) finds none", "training runs on the CPU"
-            )
+        # The file of a driver is seen in a container too, whose GPUs are asked for.
+        wanted = "cuda" if os.path.exists("/proc/driver/nvidia/version") else "auto"
+        if pick_device(wanted, 0).type == "cpu":
+            facts = f"torch (CUDA {torch.version.cuda}) finds none"
+            return Finding("absent", facts, "training runs on the CPU")
     except ConfigError as error:
         return Finding("problem", str(error))
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

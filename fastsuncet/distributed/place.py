@@ -116,9 +116,12 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     gpus, available = torch.cuda.device_count(), torch.cuda.is_available()
     # torch counts the GPUs of a driver that it cannot use.
     if not available and (wanted == "cuda" or (wanted == "auto" and gpus > 0)):
+        cause = "the container was started without --gpus all, or there is no driver"
+        if gpus:
+            cause = f"torch counts {gpus} and cannot use their driver: update it, or install the torch of its CUDA"
         raise ConfigError(
-            f"meta.device is {wanted}, but no CUDA device can be used here. torch (CUDA {torch.version.cuda}) sees "
-            f"{gpus}; `fastsuncet doctor` says what is missing. meta.device=cpu runs without one."
+            f"meta.device is {wanted}, but no CUDA device can be used here (torch is built for CUDA "
+            f"{torch.version.cuda}): {cause}. meta.device=cpu runs without one"
         )
     if wanted == "cpu" or not available:
         return torch.device("cpu")

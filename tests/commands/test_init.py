@@ -248,7 +248,7 @@ def test_machine_times_a_step(monkeypatch):
 def test_machine_whose_gpu_torch_cannot_use_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # of a driver that is too old
-    with pytest.raises(ConfigError, match="update the driver"):
+    with pytest.raises(ConfigError, match="driver: update it"):
         survey.machine()
 
 
