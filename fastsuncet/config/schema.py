@@ -21,7 +21,7 @@ from functools import reduce
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from typing_extensions import TypeIs
@@ -32,16 +32,11 @@ from pipelines.sampling.augmentation import Allowed, AreaShares, Augmentation, P
 
 # ------------------------------------------------------------------------------------------------------------- types
 class Section(BaseModel):
-    """A section of a config: frozen, strict, and without unknown keys. Long meanings of keys are below them."""
+    """A section of a config: frozen, strict, and without unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
-
-
-def key(default: Any, meaning: str) -> Any:
-    """Return a field with a default and what the key means."""
-    return Field(default, description=meaning)
 
 
 def described(words: str) -> Allowed:
@@ -152,24 +147,30 @@ Validation = Annotated[
 class MetaSection(Section):
     """How to compute. Only the seed is from the paper (its authors used 0)."""
 
-    seed: Seed = key(0, "seed of all random numbers but those of data.split")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: a GPU where there is one")
+    seed: Seed = 0
+    """seed of all random numbers but those of data.split"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one"""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """of the network, not of the losses. auto: bf16 where the hardware computes it, fp16 on older GPUs, fp32 on
     other CPUs; the run keeps what was chosen
     """
-    channels_last: Switch = key(True, "keep images in NHWC memory format")
-    compile: Switch = key(False, "torch.compile of the network; the first step then takes minutes")
+    channels_last: Switch = True
+    """keep images in NHWC memory format"""
+    compile: Switch = False
+    """torch.compile of the network; the first step then takes minutes"""
     cuda_graph: AutoSwitch = "auto"
     """run the step as one CUDA graph. auto: where a process has 384 views an update or fewer, and a trial on this
     machine has shown that a graph computes the same bits and is not slower
     """
-    deterministic: Switch = key(True, "false: fastest kernels; a resumed run differs in its last bits")
+    deterministic: Switch = True
+    """false: fastest kernels; a resumed run differs in its last bits"""
     autotune: Switch | None = None
     """let cuDNN, and Inductor with meta.compile, time several algorithms and take the fastest; a restart can choose
     others, and then differs in its last bits. null: the opposite of deterministic
     """
-    threads: Few | None = key(None, "threads of torch on a CPU; null: torch decides")
+    threads: Few | None = None
+    """threads of torch on a CPU; null: torch decides"""
     timeout: Count = 1800
     """seconds that ranks wait for one that hangs; longer than a save, and than the first scan of the data"""
 
@@ -181,20 +182,27 @@ class SplitSection(Section):
     """none: SimCLR; names: those listed in a file; bernoulli: each image with a probability; stratified: a number of
     images, drawn in each class; csv: those a CSV labels
     """
-    file: InputPath | None = key(None, "names: one image name a line; csv: lines file,label (null: data.csv)")
-    sha256: Sha256 | None = key(None, "of the file of names; the paper's two lists are known without it")
-    fraction: Share | None = key(None, "bernoulli: probability that an image is labeled")
+    file: InputPath | None = None
+    """names: one image name a line; csv: lines file,label (null: data.csv)"""
+    sha256: Sha256 | None = None
+    """of the file of names; the paper's two lists are known without it"""
+    fraction: Share | None = None
+    """bernoulli: probability that an image is labeled"""
     images: Count | None = None
     """stratified: labeled images in all, of each class in proportion to its images"""
-    seed: Seed = key(0, "bernoulli, stratified: seed of the draw")
+    seed: Seed = 0
+    """bernoulli, stratified: seed of the draw"""
 
 
 class SyntheticSection(Section):
     """data.kind: synthetic: generated images to try settings without data; the same for the same meta.seed."""
 
-    images: Count = key(10_000, "number of training images; a tenth as many validate")
-    classes: Width = key(10, "number of classes")
-    size: Pixels = key(32, "side of the images, in pixels")
+    images: Count = 10_000
+    """number of training images; a tenth as many validate"""
+    classes: Width = 10
+    """number of classes"""
+    size: Pixels = 32
+    """side of the images, in pixels"""
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True))
@@ -212,7 +220,8 @@ class DataSection(Section):
     """image_folder: root/train/CLASS/IMAGE; images: any tree of images, without labels; csv: the same with labels
     in a file; digits: scikit-learn's; synthetic: generated
     """
-    root: InputPath | None = key(None, "folder that holds the images")
+    root: InputPath | None = None
+    """folder that holds the images"""
     train: Below | None = None
     """folder of the training images, below root; null: train with image_folder, else root itself"""
     validation: Validation | None = "val"
@@ -220,11 +229,14 @@ class DataSection(Section):
     training images that its lines file,label name; a share, such as 0.2: that many of the labeled images, drawn in each
     class. The last two are kept out of the training. null: none
     """
-    csv: InputPath | None = key(None, "csv: a file of lines file,label")
+    csv: InputPath | None = None
+    """csv: a file of lines file,label"""
     synthetic: SyntheticSection = SyntheticSection()
-    download: Switch = key(False, "cifar10, cifar100: download the images if root does not hold them")
+    download: Switch = False
+    """cifar10, cifar100: download the images if root does not hold them"""
     split: SplitSection = SplitSection()
-    index: InputPath | None = key(None, "file with the list of training images; null: one in logging.folder")
+    index: InputPath | None = None
+    """file with the list of training images; null: one in logging.folder"""
     pack: InputPath | None = None
     """training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files"""
     bad_images: CountOrZero = 0
@@ -239,7 +251,8 @@ class DataSection(Section):
     """images with more pixels count as bad; decoding takes 3 MB of memory a megapixel"""
     changed_images: Switch = False
     """continue a run although files of its images were written again since its last checkpoint"""
-    backend: Literal["auto", "dali", "torchvision"] = key("auto", "what makes the pixels")
+    backend: Literal["auto", "dali", "torchvision"] = "auto"
+    """what makes the pixels"""
     view_operator: AutoSwitch = "auto"
     """make color, blur and normalization in this project's one operator for DALI, which the first run builds if there
     is a C++ compiler; false: in DALI's operators; on a CPU the values have the same bits. auto: where it can be
@@ -247,7 +260,8 @@ class DataSection(Section):
     """
     decode_threads: Few | None = None
     """of each stream of a process; null: its share of the cores, at most 16, which two streams share on a GPU"""
-    prefetch: Few = key(2, "steps whose pixels are made ahead")
+    prefetch: Few = 2
+    """steps whose pixels are made ahead"""
     hw_decoder_share: ShareOrZero = 0.0
     """share of each pre-training batch for a GPU's hardware JPEG decoder. Between 0 and 1 two decoders share a
     batch by the sizes of its images, and their pixels differ: the run then depends on the number of GPUs. At 1 it
@@ -280,15 +294,20 @@ class ModelSection(Section):
     """
     init_sha256: Sha256 | None = None
     """of the file in init, or of timm's tensors; null: the checkpoints record it"""
-    init_heads: Switch = key(False, "take the projection and the prediction head from init too")
-    hidden: Width = key(2048, "width of the projection head's hidden layers")
-    output: Width = key(128, "width of the embedding that the losses see")
+    init_heads: Switch = False
+    """take the projection and the prediction head from init too"""
+    hidden: Width = 2048
+    """width of the projection head's hidden layers"""
+    output: Width = 128
+    """width of the embedding that the losses see"""
     head_batchnorm: HeadBatchNorm = False
     """BatchNorm before each ReLU of the projection head; all: of its output too, as in SimCLR's code"""
-    head_layers: Literal[2, 3] = key(2, "linear layers of the projection head; PAWS has 3")
+    head_layers: Literal[2, 3] = 2
+    """linear layers of the projection head; PAWS has 3"""
     prediction_head: Switch = False
     """PAWS: a head on the projection, output -> output / 4 -> output with BatchNorm, whose outputs predict"""
-    sync_batchnorm: Switch = key(True, "BatchNorm statistics over all processes")
+    sync_batchnorm: Switch = True
+    """BatchNorm statistics over all processes"""
     fused_batchnorm: AutoSwitch = "auto"
     """BatchNorm, the residual sum and ReLU in one pass over the pixels, by this project's CUDA kernels; no effect on a
     CPU. auto: where a trial on this machine has shown that they are right and not slower
@@ -317,20 +336,26 @@ class CriterionSection(Section):
     """tau of all contrastive losses, of SwAV and of PAWS"""
     unsupervised_batch_size: ImageCount
     """unlabeled images over all processes; 0 with none"""
-    classes_per_batch: CountOrZero = key(0, "classes in a labeled batch over all processes")
-    supervised_imgs_per_class: ImageCount = key(0, "labeled images of each class over all processes")
-    supervised_views: Few = key(1, "random views of each labeled image in an update")
+    classes_per_batch: CountOrZero = 0
+    """classes in a labeled batch over all processes"""
+    supervised_imgs_per_class: ImageCount = 0
+    """labeled images of each class over all processes"""
+    supervised_views: Few = 1
+    """random views of each labeled image in an update"""
     supervised_epochs: Epochs = 0
     """supervision is on before this epoch. 0: never on; all: on to the end; plateau: on until the epoch means of
     its loss stop falling (plateau_epochs, plateau_gain)
     """
-    plateau_epochs: Count = key(10, "over how many epochs the falling of the loss is measured")
-    plateau_gain: Share = key(0.01, "share of the loss by which it must have fallen over plateau_epochs")
+    plateau_epochs: Count = 10
+    """over how many epochs the falling of the loss is measured"""
+    plateau_gain: Share = 0.01
+    """share of the loss by which it must have fallen over plateau_epochs"""
     labeled_share: PartialShare | None = None
     """share of an update's views that are labeled (appendix D). The number of views an update and the number of
     passes over the labeled images stay those of the settings above; null: the settings above as written
     """
-    keys: Literal["attached", "detached"] = key("attached", "detached: no gradient flows through the keys")
+    keys: Literal["attached", "detached"] = "attached"
+    """detached: no gradient flows through the keys"""
     average: Literal["sample", "class"] = "sample"
     """mean of the labeled loss; the two differ if classes are unbalanced"""
     chunk_size: Count | None = None
@@ -373,21 +398,31 @@ class SwavSection(Section):
     the defaults are SwAV's.
     """
 
-    prototypes: Prototypes = key(3000, "number of prototypes")
-    epsilon: Positive = key(0.05, "entropy of the Sinkhorn-Knopp assignment")
-    iterations: Few = key(3, "iterations of Sinkhorn-Knopp")
-    freeze_steps: CountOrZero = key(313, "updates before the prototypes are trained")
-    small_crops: FewOrZero = key(6, "small crops of each image")
-    small_size: Pixels = key(96, "side of a small crop, in pixels")
-    small_scale: AreaShares = key((0.05, 0.14), "area of a small crop, as a share of the image's")
+    prototypes: Prototypes = 3000
+    """number of prototypes"""
+    epsilon: Positive = 0.05
+    """entropy of the Sinkhorn-Knopp assignment"""
+    iterations: Few = 3
+    """iterations of Sinkhorn-Knopp"""
+    freeze_steps: CountOrZero = 313
+    """updates before the prototypes are trained"""
+    small_crops: FewOrZero = 6
+    """small crops of each image"""
+    small_size: Pixels = 96
+    """side of a small crop, in pixels"""
+    small_scale: AreaShares = (0.05, 0.14)
+    """area of a small crop, as a share of the image's"""
 
 
 class PawsSection(Section):
     """Read with criterion.instance: paws. The defaults are PAWS's; its small crops are those of swav."""
 
-    sharpen: Share = key(0.25, "temperature T that sharpens a target; 1: as it is")
-    smoothing: Momentum = key(0.1, "share of a label that is spread over all classes")
-    me_max: Switch = key(True, "push the mean of the sharpened predictions to the prior")
+    sharpen: Share = 0.25
+    """temperature T that sharpens a target; 1: as it is"""
+    smoothing: Momentum = 0.1
+    """share of a label that is spread over all classes"""
+    me_max: Switch = True
+    """push the mean of the sharpened predictions to the prior"""
     prior: Literal["uniform", "labels"] = "uniform"
     """share of each class among the unlabeled images; labels: that among the labeled ones, for unbalanced classes"""
 
@@ -399,21 +434,30 @@ class OptimizationSection(Section):
     """lars: for batches of thousands; adamw: for smaller ones and for timm's transformers, with lr near 0.001 and a
     weight decay of 0.01 to 0.1, which lr scales; sgd: with momentum. adamw and sgd are torch's fused ones
     """
-    epochs: Count | None = key(None, "passes over the unlabeled images")
+    epochs: Count | None = None
+    """passes over the unlabeled images"""
     steps: Count | None = None
     """updates; where epochs are written too, the later of the two counts, and steps in one file"""
     lr: Positive
     """learning rate after the warm-up"""
-    start_lr: NotNegative = key(0.0, "learning rate at the start of the warm-up")
-    final_lr: NotNegative = key(0.0, "learning rate at the end of the cosine")
-    warmup: NotNegative = key(0.0, "length of the warm-up in epochs; fractions are allowed")
-    legacy_schedule: Switch = key(False, "the authors' first release: lr rises again at the end")
-    momentum: Momentum = key(0.9, "momentum; of adamw: beta 1, with a beta 2 of 0.999")
+    start_lr: NotNegative = 0.0
+    """learning rate at the start of the warm-up"""
+    final_lr: NotNegative = 0.0
+    """learning rate at the end of the cosine"""
+    warmup: NotNegative = 0.0
+    """length of the warm-up in epochs; fractions are allowed"""
+    legacy_schedule: Switch = False
+    """the authors' first release: lr rises again at the end"""
+    momentum: Momentum = 0.9
+    """momentum; of adamw: beta 1, with a beta 2 of 0.999"""
     weight_decay: NotNegative = 1e-6
     """lars: added to the gradient before scaling; sgd: to the gradient; adamw: lr times it is taken off the weight"""
-    trust_coefficient: Positive = key(0.001, "lars: its local learning rate")
-    nesterov: Switch = key(False, "lars, sgd: Nesterov momentum")
-    lr_in_momentum: Switch = key(False, "lars: true: the learning rate is inside the momentum buffer")
+    trust_coefficient: Positive = 0.001
+    """lars: its local learning rate"""
+    nesterov: Switch = False
+    """lars, sgd: Nesterov momentum"""
+    lr_in_momentum: Switch = False
+    """lars: true: the learning rate is inside the momentum buffer"""
     exclude_bias_and_norm: Switch = False
     """true: no weight decay for biases and normalization layers; lars updates them by plain SGD"""
 
@@ -421,12 +465,18 @@ class OptimizationSection(Section):
 class LoggingSection(Section):
     """Where a run lives: `folder`/`write_tag`. The same command finds it again and continues it."""
 
-    folder: Text = key("runs", "folder that holds all runs")
-    write_tag: Name | None = key(None, "name of the run; null: the name of the config file")
-    log_every: Count = key(10, "steps between two lines of metrics")
-    tensorboard: Switch = key(False, "write TensorBoard events")
-    wandb: Text | None = key(None, "project of Weights & Biases; null: none")
-    mlflow: Text | None = key(None, "experiment of MLflow; null: none")
+    folder: Text = "runs"
+    """folder that holds all runs"""
+    write_tag: Name | None = None
+    """name of the run; null: the name of the config file"""
+    log_every: Count = 10
+    """steps between two lines of metrics"""
+    tensorboard: Switch = False
+    """write TensorBoard events"""
+    wandb: Text | None = None
+    """project of Weights & Biases; null: none"""
+    mlflow: Text | None = None
+    """experiment of MLflow; null: none"""
 
     @property
     def trackers(self) -> dict[str, Any]:
@@ -437,8 +487,10 @@ class LoggingSection(Section):
 class CheckpointSection(Section):
     """When to save, apart from the end of the run and a signal (both intervals can be given), and what to export."""
 
-    every: Count | None = key(None, "steps between two checkpoints")
-    every_epochs: Count | None = key(1, "epochs between two checkpoints")
+    every: Count | None = None
+    """steps between two checkpoints"""
+    every_epochs: Count | None = 1
+    """epochs between two checkpoints"""
     keep: Count = 3
     """how many of the newest checkpoints to keep, besides one that a signal asked for until the next is saved"""
     export: Exports = ("torchvision",)
@@ -448,8 +500,10 @@ class CheckpointSection(Section):
 class EvaluationSection(Section):
     """What is measured while training."""
 
-    knn_every_epochs: Count | None = key(None, "epochs between two k-NN evaluations; null: none")
-    knn_k: Count = key(10, "number of nearest neighbors")
+    knn_every_epochs: Count | None = None
+    """epochs between two k-NN evaluations; null: none"""
+    knn_k: Count = 10
+    """number of nearest neighbors"""
 
 
 class FinetuneSection(Section):
@@ -461,15 +515,24 @@ class FinetuneSection(Section):
     bounded by the features' scale and the gradient's norm by 1, a batch has at most all labels, there are at least 300
     updates, and the result is the mean of the first and the last weights (Wortsman et al. 2022, 2109.01903)
     """
-    epochs: Count = key(30, "passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90")
-    batch_size: ImageCount = key(4096, "labeled images over all processes; CIFAR-10: 256")
-    lr: Positive | None = key(None, "learning rate; null: 0.05 x batch_size / 256")
-    momentum: Momentum = key(0.9, "momentum of SGD")
-    nesterov: Switch = key(True, "Nesterov momentum")
-    weight_decay: NotNegative = key(0.0, "weight decay of SGD")
-    accumulate: Count = key(1, "passes for one update, to save memory; BatchNorm sees smaller parts")
-    crop_scale: AreaShares = key((0.08, 1.0), "area of the random crop, as a share of the image's")
-    write_tag: Name | None = key(None, "folder below the run's; null: from labels and checkpoint")
+    epochs: Count = 30
+    """passes over the labeled images; 1 % of ImageNet: 60; CIFAR-10: 90"""
+    batch_size: ImageCount = 4096
+    """labeled images over all processes; CIFAR-10: 256"""
+    lr: Positive | None = None
+    """learning rate; null: 0.05 x batch_size / 256"""
+    momentum: Momentum = 0.9
+    """momentum of SGD"""
+    nesterov: Switch = True
+    """Nesterov momentum"""
+    weight_decay: NotNegative = 0.0
+    """weight decay of SGD"""
+    accumulate: Count = 1
+    """passes for one update, to save memory; BatchNorm sees smaller parts"""
+    crop_scale: AreaShares = (0.08, 1.0)
+    """area of the random crop, as a share of the image's"""
+    write_tag: Name | None = None
+    """folder below the run's; null: from labels and checkpoint"""
 
 
 class LinearSection(Section):
@@ -477,13 +540,15 @@ class LinearSection(Section):
 
     strength: Strength = "auto"
     """inverse of the L2 penalty; auto: chosen by cross-validation on the labeled images"""
-    max_iterations: Count = key(1000, "iterations of L-BFGS at most")
+    max_iterations: Count = 1000
+    """iterations of L-BFGS at most"""
 
 
 class NpiSection(Section):
     """`fastsuncet evaluate npi`: SuNCEt's classifier without parameters (paper, appendix G)."""
 
-    temperature: Positive | None = key(None, "null: criterion.temperature")
+    temperature: Positive | None = None
+    """null: criterion.temperature"""
     views: FewOrZero = 1
     """random crops of each labeled image that join the supports; 0: its center crop, as PAWS has it"""
     features: Literal["encoder", "projection"] = "encoder"
@@ -495,17 +560,26 @@ class TransferSection(Section):
 
     root: InputPath | None = None
     """folder of cifar-10-batches-py, cifar-100-python, VOCdevkit, or of these in folders cifar10, cifar100, voc07"""
-    datasets: Datasets = key(("cifar10", "cifar100", "voc07"), "the data sets to fine-tune on")
-    download: Switch = key(False, "cifar10, cifar100: download them if root does not hold them")
-    steps: Count = key(20_000, "updates of each run")
-    batch_size: ImageCount = key(256, "images over all processes")
-    momentum: Momentum = key(0.9, "momentum of SGD")
-    learning_rates: Rates = key((1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1), "of the grid")
+    datasets: Datasets = ("cifar10", "cifar100", "voc07")
+    """the data sets to fine-tune on"""
+    download: Switch = False
+    """cifar10, cifar100: download them if root does not hold them"""
+    steps: Count = 20_000
+    """updates of each run"""
+    batch_size: ImageCount = 256
+    """images over all processes"""
+    momentum: Momentum = 0.9
+    """momentum of SGD"""
+    learning_rates: Rates = (1e-4, 10**-3.5, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1)
+    """of the grid"""
     weight_decays: Decays = (1e-6, 10**-5.5, 1e-5, 10**-4.5, 1e-4, 10**-3.5, 1e-3, 0.0)
     """weight decays of the grid, each divided by the learning rate"""
-    size: Pixels = key(224, "side of a crop, in pixels")
-    resize: Pixels = key(256, "shorter side before the center crop, in pixels")
-    validation: PartialShare = key(0.1, "share of CIFAR's training images; VOC07 has a validation set")
+    size: Pixels = 224
+    """side of a crop, in pixels"""
+    resize: Pixels = 256
+    """shorter side before the center crop, in pixels"""
+    validation: PartialShare = 0.1
+    """share of CIFAR's training images; VOC07 has a validation set"""
 
 
 class Sections(Section):
