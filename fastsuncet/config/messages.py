@@ -13,6 +13,24 @@ from fastsuncet.config.schema import CONFIG, DEFAULTS, Schema, Sections, flat
 from fastsuncet.errors import ConfigError
 from pipelines.sampling.augmentation import Allowed
 
+# Keys of facebookresearch/suncet (both releases) that have another name here.
+ANCESTOR = {
+    "supervised_batch_size": "criterion.supervised_imgs_per_class, counted over all processes",
+    "color_jitter": "data.augmentation.strength",
+    "color_jitter_strength": "data.augmentation.strength",
+    "normalize": "data.augmentation.mean and .std (the authors trained without)",
+    "dataset": "data.kind",
+    "data_seed": "data.split.seed",
+    "root_path": "data.root",
+    "image_folder": "data.root, with data.train and data.validation below it",
+    "subset_path": "data.split.file",
+    "unlabeled_frac": "data.split.fraction, which is the labeled share",
+    "model_name": "model.name",
+    "output_dim": "model.output",
+    "use_fp16": "meta.precision: fp16 (or bf16, which needs no loss scaling)",
+    "load_checkpoint": "not needed: the same command continues from the newest checkpoint",
+}
+
 
 def field_problems(error: ValidationError, document: Document) -> list[Problem]:
     """Return a problem for each key of the document that is unknown, missing or not allowed."""
@@ -82,6 +100,8 @@ def _unknown(schema: Schema, section: str, name: str) -> Problem:
         text = "base is written at the top of a config file, not on the command line"
     elif elsewhere := keys_ending_in(schema, name):
         text, meant = f"there is no such key here; {name} is {words(elsewhere)}", elsewhere[0]
+    elif name in ANCESTOR:
+        text = f"there is no such key; what facebookresearch/suncet calls {name} is {ANCESTOR[name]}"
     elif meant := nearest_key(schema, name, known):
         text = f"there is no such {'section' if meant in schema.sections else 'key'}; did you mean {meant}?"
     elif section:
