@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from pipelines.data_errors import DataError
+from pipelines.datasets.image_headers import EXTENSIONS, NOT_READ
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.string_table import leaves_root, listed_lines
 
@@ -62,10 +63,12 @@ def with_csv_labels(
 
 def _missing(name: str, root: Path | None, meant: Sequence[str]) -> str:
     """Return why `name` is no image below `root`, and which ones it can mean."""
-    problem = f"no image {name} under {root}"
+    problem, ending = f"no image {name} under {root}", os.path.splitext(name)[1].lower()
     if leaves_root(name):
         problem = f"{name}: paths must lead downwards from the data folder"
-    elif root and os.path.normpath(name) == name and (root / name).is_file():
+    elif ending in NOT_READ:
+        return f"{name} is of a kind that is not read: convert it to JPEG or PNG"
+    elif root and ending in EXTENSIONS and os.path.normpath(name) == name and (root / name).is_file():
         return f"{name} is newer than the index of {root}: `fastsuncet data check CONFIG` adds it"
     if not meant:
         return problem

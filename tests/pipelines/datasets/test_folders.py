@@ -345,6 +345,7 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
         "./1.jpg,cat": f"no image ./1.jpg under {tree}; did you mean 1.jpg?",
         "1.jpg ,cat": f"no image 1.jpg  under {tree}; did you mean 1.jpg?",
         "x/2,cat": f"no image x/2 under {tree}; did you mean x/2.jpg?",
+        "5.heic,cat": "5.heic is of a kind that is not read: convert it to JPEG or PNG",
     }
     csv = table(tmp_path / "labels.csv", "file,label", *lines)
     index = image_tree(tree)
@@ -352,7 +353,7 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
     with pytest.raises(DataError) as error:
         with_csv_labels(index, csv)
     wrong = [f"  line {line}: {said}" for line, said in enumerate(lines.values(), 2) if said]
-    assert str(error.value).splitlines() == [f"{csv} has 16 wrong lines:", *wrong]
+    assert str(error.value).splitlines() == [f"{csv} has 17 wrong lines:", *wrong]
 
 
 def test_csv_names_that_differ_in_folders_only_are_matched_in_seconds(tmp_path):
