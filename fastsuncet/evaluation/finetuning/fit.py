@@ -10,7 +10,7 @@ Shapes: B images of (3, S, S) an update over W ranks in A passes each, m = B / (
 import contextlib
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.encoder import Encoder, linear_layer
 from fastsuncet.evaluation.features import evaluation_view, outputs
-from fastsuncet.evaluation.finetuning.record import refuse_changed, sizes
+from fastsuncet.evaluation.finetuning.record import fit_identity, refuse_changed, sizes
 from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import classifier_macs
 from fastsuncet.optim import SGD, warmup_cosine
@@ -162,15 +162,15 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         config: Config,  # of `with_sizes`: finetune, and how to compute and to read pixels: meta, data, logging
         place: Place,
         folder: Path,  # of checkpoints/, metrics.jsonl and metrics.csv; a fit that was stopped continues from there
-        identity: dict[str, Any],  # of `fit_identity`: what must not change in `folder`
         *,
         steps: int,  # updates
         frozen: Frozen | None = None,  # the classifier starts from its weights; None: at zero
         # torch's, the fraction of the running statistics that a batch replaces; None: the encoder's
         bn_momentum: float | None = None,
+        also: Mapping[str, Any] = {},  # what must not change in `folder`, besides that of `fit_identity`
     ):
         self.encoder, self.place, self.config, self.steps = encoder, place, config, steps
-        self.folder, self.identity = folder, identity
+        self.folder, self.identity = folder, fit_identity(config, encoder, train, indices, **also)
         self.classes = list(train.classes)
         f, a = config.finetune, config.data.augmentation
         (self.images, lr), classes = sizes(config), len(train.classes)

@@ -156,8 +156,7 @@ class FineTuningJob:
         steps = updates(config, len(chosen))
         if config.finetune.head == "linear":
             frozen = measure_frozen(self.encoder, images, config, self.place, steps)
-        where = (config, self.place, folder, fit_identity(config, self.encoder, images.train, chosen))
-        options = {"steps": steps, "frozen": frozen}
+        where, options = (config, self.place, folder), {"steps": steps, "frozen": frozen}
         task = FineTuning(self.encoder, images.train, chosen, *where, **options)
         evaluated = np.arange(0 if held_out is None else len(held_out))
         logits, trainer = fit(task, held_out, evaluated, signals)

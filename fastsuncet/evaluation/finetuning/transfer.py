@@ -31,7 +31,6 @@ from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.evaluation.finetuning.record import (
     KEYS,
     config_values,
-    fit_identity,
     indices_digest,
     module_digest,
     read_record,
@@ -165,8 +164,8 @@ class DatasetGrid:
         config, t = with_sizes(self.config, lr=cell.lr, weight_decay=cell.weight_decay), self.config.transfer
         images, a = (self.task.images, chosen), config.data.augmentation
         options = {"steps": t.steps, "bn_momentum": batchnorm_momentum(len(chosen), sizes(config)[0])}
-        identity = fit_identity(config, self.encoder, *images, **options, data=self.identity)
-        tuning = FineTuning(self.encoder, *images, config, self.place, checkpoints, identity, **options)
+        also = {**options, "data": self.identity}
+        tuning = FineTuning(self.encoder, *images, config, self.place, checkpoints, also=also, **options)
         try:
             logits, _ = fit(tuning, index, evaluated, self.signals, Center(t.size, t.resize, a.mean, a.std))
             require_finite(logits)

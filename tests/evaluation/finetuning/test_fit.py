@@ -28,7 +28,7 @@ from fastsuncet.evaluation.finetuning.fit import (
     sigmoid_loss,
     softmax_loss,
 )
-from fastsuncet.evaluation.finetuning.record import fit_identity, with_sizes
+from fastsuncet.evaluation.finetuning.record import with_sizes
 from fastsuncet.models.resnet import build_model
 from pipelines.datasets.index import ImageIndex
 from tests.support.colors import ALONE
@@ -94,8 +94,7 @@ def run(folder: Path, steps=6, encoder=None, place=ALONE, train=None, **values) 
     options = {"steps": steps, "bn_momentum": values.pop("bn_momentum", None)}
     encoder, config = encoder or plain_encoder(), config_in(folder, **values)
     images = (train or pictures(45), np.arange(5, 45)[::-1].copy())
-    identity = fit_identity(config, encoder, *images, **options)
-    task = FineTuning(encoder, *images, config, place, folder, identity, **options)
+    task = FineTuning(encoder, *images, config, place, folder, also=options, **options)
     with SignalFlag() as signals:
         logits, trainer = fit(task, pictures(10, seed=1), np.arange(10), signals)
     loss, accuracy = trainer.means
@@ -192,7 +191,7 @@ def test_update_after_one_that_overflows_is_the_first(tmp_path, monkeypatch):
     images, found = (pictures(45), np.arange(45)), []
     for overflows in (False, True):
         encoder, config = plain_encoder(), config_in(tmp_path / str(overflows))
-        task = FineTuning(encoder, *images, config, ALONE, tmp_path, {}, steps=2)
+        task = FineTuning(encoder, *images, config, ALONE, tmp_path, steps=2)
         task.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for factor in [torch.inf] * overflows + [1.0]:
             task.loss = lambda logits, labels, by=factor: (softmax_loss(logits, labels)[0] * by, labels[0])
@@ -208,7 +207,7 @@ def test_strong_classifier_moves_the_encoder_by_no_more_than_the_bound(tmp_path)
     weight, config = torch.randn(CLASSES, 16) * 1e3, config_in(tmp_path, head="linear")
     start = Frozen(encoder.module, False, weight, torch.zeros(CLASSES), 1.0, {})
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
-        task = FineTuning(encoder, *images, config, ALONE, tmp_path, {}, steps=2, frozen=start)
+        task = FineTuning(encoder, *images, config, ALONE, tmp_path, steps=2, frozen=start)
         task.scaler = scaler or task.scaler
         before = [x.detach().clone() for x in task.model.parameters()]
         task.train_step(iter([task.stream(0, 0)]), 0.1)
