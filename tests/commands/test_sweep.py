@@ -332,3 +332,9 @@ def test_children_pass_signals_on(monkeypatch, code, number, ends):
         assert children.run(["train"]) == ends
         assert children.requested == signal.Signals(number).name
     os.kill(os.getpid(), number)  # a repeated signal does not change the exit code of the sweep
+
+
+def test_children_signal_just_before_the_start(monkeypatch):
+    with scripted(monkeypatch, "time.sleep(60)") as children:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert children.run(["train"]) == 75

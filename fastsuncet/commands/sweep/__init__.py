@@ -103,7 +103,10 @@ class Children(SignalFlag):
     twice, and the second one breaks off the shutdown of torchrun's agent.
     """
 
-    _child: subprocess.Popen | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self._child: subprocess.Popen | None = None
+        self._pending: list[int] = []
 
     def run(self, arguments: Sequence[str]) -> int:
         """Wait for the child and return its exit code, or 128 + the signal that killed it, as a shell does.
@@ -113,6 +116,8 @@ class Children(SignalFlag):
         # A run whose sweep was killed must not go on beside that of the restarted sweep.
         words = [*cli_command(), *arguments]
         self._child = subprocess.Popen(words, start_new_session=True, preexec_fn=end_with_parent)
+        while self._pending:  # a signal that came just before the child was there
+            self._child.send_signal(self._pending.pop(0))
         code = self._child.wait()
         self._child = None
         if self.requested is not None and code not in (0, *REFUSED):
@@ -121,7 +126,9 @@ class Children(SignalFlag):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or signal.Signals(number).name
-        if self._child is not None:
+        if self._child is None:
+            self._pending.append(number)
+        else:
             self._child.send_signal(number)  # does nothing where it has just ended
 
 
