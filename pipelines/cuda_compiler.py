@@ -107,9 +107,13 @@ def architecture(major: int, minor: int) -> str:
     asked = 10 * major + minor
     if asked in known:
         return f"sm_{asked}"
-    if asked < min(known):
-        raise KernelError(f"NVRTC {compiler} cannot compile for sm_{asked}: its oldest is sm_{min(known)}")
-    return f"compute_{max(each for each in known if each < asked)}"
+    older = [each for each in known if each < asked]
+    if not older:
+        raise KernelError(
+            f"NVRTC {compiler} cannot compile for sm_{asked}: its oldest is sm_{min(known)}. "
+            "Use a torch build for an older CUDA version"
+        )
+    return f"compute_{max(older)}"
 
 
 @functools.cache

@@ -29,16 +29,19 @@ def run_child(
     request: Mapping[str, Any], environment: Mapping[str, str], go_on: Callable[[int | None], bool]
 ) -> tuple[list[dict[str, Any]], str]:
     """Return the lines of JSON that one child wrote, and how it ended, for a message. `go_on` as in `run_while`."""
-    with tempfile.TemporaryDirectory(prefix="fastsuncet-") as folder, tempfile.TemporaryFile() as output:
-        asked, report = Path(folder, "request.json"), Path(folder, "report.jsonl")
-        asked.write_text(json.dumps(request), encoding="utf-8")
-        report.touch()
-        code = run_while(child_command(asked, report), output, go_on, env=dict(environment))
-        # What was killed while it wrote has left half a line.
-        whole = report.read_text(encoding="utf-8").rpartition("\n")[0]
-        lines = [json.loads(line) for line in whole.splitlines()]
-        output.seek(0)
-        last = last_error(output.read().decode(errors="replace"))
+    try:
+        with tempfile.TemporaryDirectory(prefix="fastsuncet-") as folder, tempfile.TemporaryFile() as output:
+            asked, report = Path(folder, "request.json"), Path(folder, "report.jsonl")
+            asked.write_text(json.dumps(request), encoding="utf-8")
+            report.touch()
+            code = run_while(child_command(asked, report), output, go_on, env=dict(environment))
+            # What was killed while it wrote has left half a line.
+            whole = report.read_text(encoding="utf-8").rpartition("\n")[0]
+            lines = [json.loads(line) for line in whole.splitlines()]
+            output.seek(0)
+            last = last_error(output.read().decode(errors="replace"))
+    except OSError as error:  # no room for its files, no more processes
+        return [], f"cannot be started: {error}"
     if code is None:
         return lines, "was stopped, or took too long"
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -78,15 +81,19 @@ def compare(
     }
     # The children's first rank serves their store, and not torchrun's agent.
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    in_time = limited(seconds, stopped)
+    in_time, over = limited(seconds, stopped), False
 
     def all_go_on(code: int | None) -> bool:
+        nonlocal over
         time.sleep(VOTE)
         everywhere = gather_json([code, in_time(None)])
         failed = any(code or not go for code, go in everywhere)
-        return not failed and any(code is None for code, _ in everywhere)
+        over = failed or all(code is not None for code, _ in everywhere)
+        return not over
 
     lines, end = run_child({**request, "base": base, "contender": contender}, environment, all_go_on)
+    if not over:  # this rank's did not start, and the others vote
+        all_go_on(1)
     failed = {"problem": f"the process that tried it {end}", "final": False}
     return judge([Verdict(**each) for each in gather_json(lines[-1] if lines else failed)])
 

@@ -1,6 +1,7 @@
 """Which fast paths a run uses, and why: by the table, kept verdicts, and those of children, which are stubs here."""
 
 import contextlib
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,13 @@ def test_kernels_that_hang_leave_time_for_the_others(monkeypatch, timeout, secon
     monkeypatch.setattr(paths, "time", SimpleNamespace(monotonic=lambda: sum(allowed)), raising=False)
     choose(*paper(64, NO_GRAPH, f"meta.timeout={timeout}"))
     assert children.tried == [KERNELS, KERNELS[1:], KERNELS[2:]] and allowed == seconds
+
+
+def test_choose_where_no_process_can_be_started_uses_pytorchs_operators(monkeypatch):
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda *_, **__: os.read(-1, 1))  # an OSError
+    found = choose(*paper(64, NO_GRAPH))
+    assert used(found) == []
+    assert found["norm.cu"].startswith("the process that tried it cannot be started: ")
 
 
 def test_choose_where_kernels_are_off_or_cannot_be_compiled_tries_none(monkeypatch):

@@ -60,11 +60,11 @@ def test_run_child_says_how_one_died(monkeypatch, code, end):
     assert child(monkeypatch, code) == ([], end)
 
 
-ENDINGS = {"fails": "1: lost", "is stopped": ""}
+ENDINGS = {"fails": "1: lost", "cannot start": "descriptor", "is stopped": ""}
 
 
 def run_on_a_rank(rank, world_size):
-    """The child of rank 1 fails, or is stopped; that of rank 0 would wait for it."""
+    """The child of rank 1 fails, cannot start, or is stopped; that of rank 0 would wait for it."""
     code = "import time; time.sleep(99)" if rank == 0 else "raise SystemExit('lost')"
     problems = {}
     for how in ENDINGS:
@@ -72,6 +72,8 @@ def run_on_a_rank(rank, world_size):
             patch.setattr(processes, "child_command", lambda *_: [sys.executable, "-c", code])
             patch.setattr(processes, "VOTE", 0.1)
             patch.setattr(processes, "judge", list)
+            if how == "cannot start" and rank == 1:
+                patch.setattr(processes.subprocess, "Popen", lambda *_, **__: os.read(-1, 1))  # an OSError
             began = time.monotonic()
             found = processes.compare({}, {}, {}, 60, lambda how=how: how == "is stopped" and rank == 1)
             assert time.monotonic() - began < 30
