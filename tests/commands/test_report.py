@@ -101,7 +101,7 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(seeds, m
         assert pixels.std() > 10, f"{picture} is blank"
         assert f"({picture}.png)" in Path("one", "report.md").read_text()
     svg = Path("one", "finetune-10-labels-top1.svg").read_text()
-    labels = ["top-1 accuracy, %", "200k", "compute, FLOPs", "20E"]
+    labels = ["top-1 accuracy, %", "200k", "compute, exaFLOPs", "20"]
     for label in (*labels, "SimCLR + SuNCEt (paper)", "SimCLR, mean of 2 seeds"):
         assert f">{label}</text>" in svg, label
     # The paper's points stand only next to results of their kind and share of labels.

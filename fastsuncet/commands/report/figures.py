@@ -32,13 +32,14 @@ MARKERS = "osD^vPX*"
 DASHES: tuple = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 DPI = 200
 CROSSED: dict[str, Any] = {"color": "black", "marker": "|", "ms": 11, "mew": 1.6, "ls": "none", "zorder": 4}
-# Cost -> (label of the axis, what the cost is multiplied by, whether numbers have prefixes of SI: 20k, 3G).
+PREFIXES = ("", "kilo", "mega", "giga", "tera", "peta", "exa", "zetta")  # of SI
+# Cost -> (label of the axis, with a place for a prefix, and what the cost is multiplied by).
 AXES = {
-    "epochs": ("epochs of pre-training", 1, False),
-    "updates": ("model updates", 1, True),
-    "petaflops": ("compute, FLOPs", 1e15, True),
-    "hours": ("time, hours", 1, False),
-    "joules": ("energy of the GPUs, joules", 1, True),
+    "epochs": ("epochs of pre-training", 1),
+    "updates": ("model updates", 1),
+    "petaflops": ("compute, {}FLOPs", 1e15),
+    "hours": ("time, hours", 1),
+    "joules": ("energy of the GPUs, {}joules", 1),
 }
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -102,8 +103,11 @@ def draw_panel(panel: Panel, metric: str, folder: Path, name: str = "") -> list[
 def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str, cost: str) -> None:
     """Draw all groups against one cost, the best of `base` as a line, and where each group first crosses it."""
     points = {g.name: [p for p in g.common(metric) if cost in p.costs] for g in groups}
-    label, factor, prefixed = AXES[cost]
+    label, factor = AXES[cost]
     largest = factor * max(p.costs[cost] for found in points.values() for p in found)
+    # In the label, because "20E" at a tick reads like a power of ten.
+    power = int(np.log10(max(largest, 1)) // 3) if "{}" in label else 0
+    factor, largest = factor / 1000**power, largest / 1000**power
     best = None
     if base in groups and metric not in RANKS:
         best = 100 * max(p.mean(metric) for p in base.common(metric))
@@ -134,9 +138,10 @@ def draw_groups(axes: Axes, base: Group | None, groups: list[Group], metric: str
             axes.plot([at[0]], [best], label="first as good, interpolated", **CROSSED)
     if any(len(group.curves) > 1 for group in groups):
         axes.fill_between([], [], color="0.5", alpha=0.25, lw=0, label="lowest to highest of the seeds")
-    axes.set_xlabel(label)
+    axes.set_xlabel(label.format(PREFIXES[power]))
     axes.set_xlim(0, 1.04 * largest)
-    axes.xaxis.set_major_formatter(EngFormatter(sep="") if prefixed else StrMethodFormatter("{x:,g}"))
+    thousands = EngFormatter(sep="") if cost == "updates" else StrMethodFormatter("{x:,g}")
+    axes.xaxis.set_major_formatter(thousands)
     axes.margins(y=0.08)
 
 
