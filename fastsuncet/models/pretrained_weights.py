@@ -31,6 +31,7 @@ HEADS = re.compile(r"(fc|pred|predictor|head|classifier|prototypes|projection_he
 # The layers of PAWS's heads in its authors' files -> here.
 PAWS_HEAD = {"fc1": "0", "bn1": "1", "fc2": "3", "bn2": "4", "fc3": "6"}
 PAWS_PREDICTOR = {"bn1": "0", "fc1": "1", "bn2": "2", "fc2": "4"}
+MOST_BYTES = 20 << 30  # of a file of weights; torch.load reads it whole
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 KNOWN = (
     f"fastsuncet has {', '.join(name for name in WIDTHS if name not in OWN)} as torchvision builds them, and its own "
@@ -122,7 +123,11 @@ def require_fit(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) 
 
 
 def digest_of(path: Path) -> str:
-    """Return the sha256 of a file of weights. Raises CheckpointError for one that cannot be read."""
+    """Return the sha256 of a file of weights. Raises CheckpointError for one that is larger than any network."""
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise CheckpointError(
+            f"{path} has {size / 1e9:,.0f} GB, and files of weights have at most {MOST_BYTES / 1e9:,.0f}"
+        )
     digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:

@@ -117,7 +117,11 @@ def check(config: Config, meta: Mapping[str, Any]) -> None:
     key = "sha256" if m.init_sha256 and begun["sha256"] else "path"
     if begun[key] != now[key]:
         moved = f", or set model.init_sha256={begun['sha256']} if the file was only moved"
+        before, after = (
+            f"{path or 'null'}{f' of sha256 {digest}' if digest else ''}"
+            for path, digest in ((begun["path"], begun["sha256"]), (m.init, m.init_sha256))
+        )
         raise CheckpointError(
-            f"this run was started from weights of the {key} {begun[key]}, and model.init has {now[key]} now. Give the "
-            f"new run another logging.write_tag{moved if m.init and begun['path'] else ''}"
+            f"this run was started with model.init: {before}, and it is {after} now. Give the new run another "
+            f"logging.write_tag{moved if m.init and begun['path'] else ''}"
         )
