@@ -46,7 +46,10 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
     check_before_images(config)
     status = output.with_name(f".preempted-{output.stem}.json")
     with as_stoppable_rank(config, arguments, status) as (plain, place, signals):
-        stopped = lambda: signals.requested is not None  # noqa: E731
+
+        def stopped() -> bool:
+            return signals.requested is not None
+
         images = open_images(config, place, validation=False)
         arithmetic = config.resolve(place.world_size, *images.counts())
         per_class = images.split.per_class.tolist()

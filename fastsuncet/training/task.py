@@ -20,6 +20,8 @@ COST = ("views", "updates", "petaflops", "seconds")
 
 
 class Stream(Protocol):
+    """Where a task's batches come from."""
+
     @property
     def replaced(self) -> set[int]:
         """The images that this rank could not decode and replaced by others."""
@@ -31,7 +33,7 @@ class Stream(Protocol):
 
 
 class TrainingTask(ABC, Generic[BatchType]):
-    """Pretraining (pretraining.py) and FineTuning (evaluation/finetuning/fit.py) are tasks."""
+    """What pretraining.py and evaluation/finetuning/fit.py implement: `Pretraining` and `FineTuning`."""
 
     config: Config
     steps: int  # updates in all

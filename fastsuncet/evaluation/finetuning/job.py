@@ -265,7 +265,7 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
     macs = classifier_macs(encoder.name, encoder.stem, size, encoder.width, len(job.images.train.classes))
     lines += [
         f"labels   {job.images.split}",
-        f"batch    {batch:,} images on {sharing}: {normed:,} at a time, which BatchNorm normalizes over",
+        f"batch    {batch:,} images on {sharing}: {normed:,} at a time, as many as a BatchNorm sees",
         f"steps    {steps:,} in {steps / an_epoch:.4g} epochs of {an_epoch * batch:,} images, drawn anew for each",
     ]
     if f.head == "linear":
