@@ -34,19 +34,32 @@ def create(name: str, device: str, seed: int = 0) -> Any:
         near = get_close_matches(short, timm.list_models(), 3)
         hint = f"; did you mean {' or '.join(TIMM + each for each in near)}?" if near else ""
         raise ConfigError(f"model.name: timm {timm.__version__} has no network {short}{hint}")
-    options = {"pretrained": False, "num_classes": 0}
-    with torch.device(device), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        try:
-            network = timm.create_model(short, **options, dynamic_img_size=True)
-        except TypeError:  # a network without a position embedding
-            torch.default_generator.manual_seed(seed)
-            network = timm.create_model(short, **options)
+    try:
+        network = _built(short, device, seed)
+    except RuntimeError:
+        if device != "meta":
+            raise
+        # Before 1.0.30 timm reads numbers from tensors to build some networks, which have none there.
+        network = _built(short, "cpu", seed).to(device)
     for module in network.modules():
         for rate in ("drop_rate", "drop_prob", *(["p"] if isinstance(module, _DropoutNd) else [])):
             if isinstance(getattr(module, rate, None), float):
                 setattr(module, rate, 0.0)
     return network
+
+
+def _built(short: str, device: str, seed: int) -> Any:
+    """Return timm's network as timm draws it from `seed`."""
+    import timm
+
+    options = {"pretrained": False, "num_classes": 0}
+    with torch.device(device), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        try:
+            return timm.create_model(short, **options, dynamic_img_size=True)
+        except TypeError:  # a network without a position embedding
+            torch.default_generator.manual_seed(seed)
+            return timm.create_model(short, **options)
 
 
 def published(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
