@@ -6,6 +6,7 @@ blurred: timm's resnetaa and resnetblur look like a plain ResNet. Only tensors a
 code in the file is run.
 """
 
+import functools
 import hashlib
 import pickle
 import re
@@ -246,11 +247,16 @@ def _structure(keys: Iterable[str]) -> tuple[tuple[int, ...], bool]:
     return counts, any(key.startswith("layer1.0.conv3.") for key in keys)
 
 
+@functools.cache  # each builds a network
+def _structure_of(name: str) -> tuple[tuple[int, ...], bool]:
+    return _structure(build_model(name, stem="cifar", device="meta").encoder.state_dict())
+
+
 def _name_of(path: Path, trunk: Mapping[str, Tensor]) -> str:
     """Return the name of the network with this structure; `fill` then compares every shape."""
     blocks, bottleneck = found = _structure(trunk)
     for name in WIDTHS:
-        if _structure(build_model(name, stem="cifar", device="meta").encoder.state_dict()) == found:
+        if _structure_of(name) == found:
             return name
     raise CheckpointError(
         f"{path} holds a ResNet with {'-'.join(map(str, blocks)) or 'no'} blocks of "
