@@ -128,8 +128,8 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
     for number, path in found:
         if counted < keep and not (good and path in extra):
             try:
-                times = [(path / name).stat().st_mtime_ns for name in (MODEL, STATE, META)]
-                _verify_once(path, number, *times)
+                files = [(path / name).stat() for name in (MODEL, STATE, META)]
+                _verify_once(path, number, *((file.st_size, file.st_mtime_ns) for file in files))
                 good += 1
                 counted += path not in extra
             except (DamagedCheckpoint, CheckpointError, OSError) as fault:
@@ -144,9 +144,9 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
             say(f"checkpoint: {path} is old and could not be removed: {error}")
 
 
-@functools.cache
-def _verify_once(path: Path, step: int, *times: int) -> None:
-    """Verify a checkpoint, and not again at the next save unless a file has another time: `keep` can be large."""
+@functools.lru_cache(maxsize=64)
+def _verify_once(path: Path, step: int, *changes: tuple[int, int]) -> None:
+    """Verify a checkpoint, and not again at the next save unless a file has other `changes`: `keep` can be large."""
     verify(path, step)
 
 
