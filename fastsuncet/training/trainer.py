@@ -300,22 +300,24 @@ class Trainer(Generic[Task]):
     def restore(self) -> None:
         """Continue from the newest good checkpoint, if there is one. Raises CheckpointError on every rank.
 
-        Rank 0 chooses and checks it, and all read it.
+        Rank 0 chooses and checks it; the others read what it chose.
         """
+        loaded = None
 
         def newest() -> str | None:
-            found = manager.load_newest(self.folder / manager.FOLDER)
-            if found is None:
+            nonlocal loaded
+            loaded = manager.load_newest(self.folder / manager.FOLDER)
+            if loaded is None:
                 return None
-            self.task.check_resume_compatible(found.meta)
-            return str(found.path)
+            self.task.check_resume_compatible(loaded.meta)
+            return str(loaded.path)
 
         try:
             path = on_rank_0(self.place, newest)
             if path is None:
                 self.task.begin()
             else:
-                self._continue_from(manager.load(path))
+                self._continue_from(loaded or manager.load(path))
         # ValueError: the optimizer's, whose parameters another version grouped otherwise.
         except (KeyError, ValueError) as error:
             why = f"has no {error}" if isinstance(error, KeyError) else f"does not fit ({error})"
