@@ -143,9 +143,10 @@ def _compared(index: ImageIndex, root: Path, rows: np.ndarray) -> ImageIndex:
     again = with_headers(root, [index.name(i) for i in changed], labels, index.classes, upright=index.upright)
     sizes, stamps = index.sizes.copy(), index.stamps.copy()
     sizes[changed], stamps[changed] = again.sizes, again.stamps
-    bad = {i: reason for i, reason in index.bad.items() if i not in set(changed)}
+    new = set(changed)
+    bad = {i: reason for i, reason in index.bad.items() if i not in new}
     bad |= {changed[row]: reason for row, reason in again.bad.items()}
-    every = tuple(sorted({*index.changed, *changed}))
+    every = tuple(sorted(new.union(index.changed)))
     return replace(index, sizes=sizes, stamps=stamps, bad=dict(sorted(bad.items())), changed=every)
 
 
