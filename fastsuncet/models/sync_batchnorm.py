@@ -102,17 +102,21 @@ class RankBatchNorm(_BatchNorm):
         if input.dim() < 2:
             raise ValueError(f"RankBatchNorm: expected (N, C, ...), got {input.dim()} dimensions")
 
+    @property
+    def over_ranks(self) -> bool:
+        """Whether a pass takes statistics of several ranks."""
+        return self.training and self.shared and world_size() > 1
+
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Map input and residual (N, C, ...) to the same shape and dtype."""
-        over_ranks = self.training and self.shared and world_size() > 1
-        if over_ranks:
+        if self.over_ranks:
             self._check_input_dim(input)
             if input.numel() == 0:
                 raise ValueError("RankBatchNorm: this rank's batch is empty; every rank needs a row")
         if self.training and self.kernels_take(input, residual):
             self.count_batch()
             return norm_kernel.fused_norm([input], [self], residual, relu=self.relu, shared=self.shared)
-        y = normalize_over_ranks((self,), (input,))[0] if over_ranks else super().forward(input)
+        y = normalize_over_ranks((self,), (input,))[0] if self.over_ranks else super().forward(input)
         y = y if residual is None else y + residual
         return F.relu(y) if self.relu else y
 
@@ -121,7 +125,7 @@ class RankBatchNorm(_BatchNorm):
         if downsample is None:
             return self(input, x)
         other, norm = downsample[0](x), cast(RankBatchNorm, downsample[1])
-        if not (self.training and self.shared and world_size() > 1 and input.shape == other.shape):
+        if not (self.over_ranks and input.shape == other.shape):
             return self(input, norm(other))
         if self.kernels_take(input, other) and norm.kernels_take(other, input):
             self.count_batch()
