@@ -119,7 +119,7 @@ def keys_ending_in(schema: Schema, name: str) -> list[str]:
 def nearest_key(schema: Schema, name: str, here: dict[str, str]) -> str:
     """Return the dotted key spelled most like `name`: one of `here` (name -> dotted), any other, or ""."""
     leaves = {key.rpartition(".")[2]: key for key in sorted(schema.values)}
-    for names, similarity in ((here, 0.6), (leaves, 0.75)):
+    for names, similarity in ((here, 0.6), (leaves, 0.85)):
         if near := get_close_matches(name.lower(), names, 1, similarity):
             return names[near[0]]
     return ""
