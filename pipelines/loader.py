@@ -169,13 +169,10 @@ def _resolved(plan: Plan | EvaluationPlan, options: LoaderOptions) -> LoaderOpti
     backend = choose_backend(options.backend)
     # Imported where they are used: `import pipelines.loader` must work where DALI does not.
     if backend == "dali":
-        from pipelines.dali.graphs import fits_view_operator
         from pipelines.dali.view_operator.use import choose
 
-        fits = fits_view_operator(plan.augmentations)
-        return replace(
-            options, backend=backend, view_operator=fits and choose(options.view_operator, options.device)
-        )
+        used = choose(options.view_operator, options.device, plan.augmentations)
+        return replace(options, backend=backend, view_operator=used)
     if options.view_operator is True:
         raise DataError("view_operator: true is for DALI, but torchvision reads the images: set it to auto")
     return replace(options, backend=backend, view_operator=False)

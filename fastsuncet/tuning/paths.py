@@ -42,7 +42,7 @@ from fastsuncet.tuning.verdicts import Verdict, if_not_slower
 from pipelines import cuda_compiler
 from pipelines.backend import dali_problem
 from pipelines.dali.view_operator import use as view_operator
-from pipelines.dali.view_operator.build import too_wide
+from pipelines.dali.view_operator.build import too_wide, unknown
 from pipelines.output import say_line
 
 INT32 = 2**31 - 1
@@ -104,7 +104,8 @@ def _not_view(config: Config, arithmetic: Arithmetic) -> str | None:
         return "data.backend is torchvision"
     if config.data.view_operator is False:
         return "data.view_operator is false"
-    return too_wide(config.data.augmentation.widest_blur)
+    augmentation = config.data.augmentation
+    return unknown(augmentation) or too_wide(augmentation.widest_blur)
 
 
 def _not_graph(config: Config, arithmetic: Arithmetic) -> str | None:

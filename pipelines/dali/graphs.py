@@ -10,7 +10,6 @@ graph is a pure function of the arrays that `pipelines.sampling.step_plan` gives
 # pyright: reportPrivateImportUsage=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -30,11 +29,6 @@ FACTORS = ("brightness", "contrast", "saturation", "hue")
 BITS = np.array([1, 4, 16, 64], np.int32)
 # The inputs of a view: of its crop, and those of the view operator.
 OF_CROP, OF_VIEW_OPERATOR = ("corner", "extent"), (*FACTORS, "order", "gray", "sigma", "flip")
-# The settings of views that the view operator makes. DALI's own operators make a view with any other that is not off.
-WITH_VIEW_OPERATOR = (
-    *("size", "crop_scale", "crop_ratio", "flip", "jitter", "strength", *FACTORS, "color_order", "gray"),
-    *("blur", "blur_sigma", "blur_window", "mean", "std"),
-)
 
 
 @pipeline_def(enable_conditionals=True, exec_dynamic=True)
@@ -149,16 +143,6 @@ def normalize(image, augmentation: Augmentation | Center, mirror=0):
 def normalization(augmentation: Augmentation | Center) -> dict[str, list[float]]:
     """Return the arguments of a normalization of levels from 0 to 255."""
     return {name: [255 * value for value in getattr(augmentation, name)] for name in ("mean", "std")}
-
-
-def fits_view_operator(augmentations: Sequence[Augmentation | Center]) -> bool:
-    """Return whether there are random views, and the view operator knows all that they ask for."""
-    random = [each for each in augmentations if isinstance(each, Augmentation)]
-    return bool(random) and all(
-        setting.name in WITH_VIEW_OPERATOR or getattr(each, setting.name) == setting.default
-        for each in random
-        for setting in fields(each)
-    )
 
 
 @do_not_convert  # it has no condition of a graph: to look for one takes 0.4 s

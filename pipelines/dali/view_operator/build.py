@@ -10,11 +10,13 @@ import os
 import platform
 import shutil
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 from pipelines import code_cache
 from pipelines.backend import dali_problem
 from pipelines.data_errors import DataError
+from pipelines.sampling.augmentation import Augmentation
 
 SOURCES = Path(__file__).parent
 # For all users of an installation: a container's build fills it, where no run could write.
@@ -32,6 +34,21 @@ CUDA_HEADERS = ("cuda.h", "crt/host_config.h", "nv/target")
 # Whole numbers and sums are rounded where DALI's CPU operators round them, so no product may be contracted with a sum.
 NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
 WIDEST_BLUR = 65  # pixels, on a GPU: kWidest of pixel.h on each side
+# The settings of a view that it knows.
+KNOWN = (
+    *(
+        "size",
+        "crop_scale",
+        "crop_ratio",
+        "flip",
+        "jitter",
+        "strength",
+        "brightness",
+        "contrast",
+        "saturation",
+    ),
+    *("hue", "color_order", "gray", "blur", "blur_sigma", "blur_window", "mean", "std"),
+)
 
 
 def kept(*, prebuilt: bool = False) -> Path | None:
@@ -131,6 +148,13 @@ def header_folder(name: str) -> Path | None:
 def _installed(package: str) -> list[Path]:
     spec = importlib.util.find_spec(package)
     return [Path(path) for path in (spec and spec.submodule_search_locations) or ()]
+
+
+def unknown(augmentation: Augmentation) -> str | None:
+    """Return why the view operator cannot make such views on any device, or None: a setting that is not off."""
+    asked = (each for each in fields(augmentation) if getattr(augmentation, each.name) != each.default)
+    name = next((each.name for each in asked if each.name not in KNOWN), None)
+    return name and f"the view operator does not know data.augmentation.{name}"
 
 
 def too_wide(widest_blur: int) -> str | None:

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,19 +12,26 @@ from pipelines.dali.view_operator import build
 from pipelines.dali.view_operator.build import kept, kernels, library_name, unavailable
 from pipelines.data_errors import DataError
 from pipelines.output import say_line, say_once
+from pipelines.sampling.augmentation import Augmentation, Center
 
 COMMAND = "python -m pipelines.dali.view_operator"
 
 
-def choose(view_operator: bool | Literal["auto"], device: str) -> bool:
-    """Return whether the view operator makes views on `device`, "cpu" or "gpu", and load it if so.
+def choose(
+    view_operator: bool | Literal["auto"], device: str, augmentations: Sequence[Augmentation | Center]
+) -> bool:
+    """Return whether the view operator makes these views on `device`, "cpu" or "gpu", and load it if so.
 
-    "auto" uses it on a CPU, where it is built at its first use if there is a compiler, and not on a GPU: a caller that
-    has tried it there asks for True. Raises DataError for True where it cannot be built, loaded, or proved on the GPU.
+    It makes random views only. "auto" uses it on a CPU, where it is built at its first use if there is a compiler, and
+    not on a GPU: a caller that has tried it there asks for True. Raises DataError for True where it does not know a
+    setting of the views, or cannot be built, loaded, or proved on the GPU.
     """
-    if not view_operator or (view_operator == "auto" and device == "gpu"):
+    random = [each for each in augmentations if isinstance(each, Augmentation)]
+    if not view_operator or not random or (view_operator == "auto" and device == "gpu"):
         return False
     try:
+        if reason := next(filter(None, map(build.unknown, random)), None):
+            raise DataError(reason)
         load(built())
         if device == "gpu":
             prove_on_gpu()

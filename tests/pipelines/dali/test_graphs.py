@@ -7,7 +7,7 @@ crop one pixel off: about 3.5 levels).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -132,16 +132,6 @@ def test_graph_by_the_view_operator_has_the_bits_of_dalis_operators(index, dalis
     assert loader.options.view_operator is True
     names = [getattr(node._op, "schema_name", "") for node in loader._engine._pipeline._ops]
     assert names.count("fastsuncet__View") == len(chosen)
-
-
-@dataclass(frozen=True)
-class Posterized(Augmentation):
-    bits: int = 8  # a setting of all images, so no array of a view has it
-
-
-def test_view_operator_is_not_used_for_a_setting_that_it_does_not_know():
-    assert graphs.fits_view_operator([Posterized(), Center()])
-    assert not graphs.fits_view_operator([Posterized(), Posterized(bits=4)])
 
 
 def test_graph_crop_differs_by_two_levels_but_at_the_border(index, dalis):

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -14,9 +15,12 @@ pytest.importorskip("nvidia.dali", reason="DALI is not installed")
 from pipelines.dali.view_operator import build, use
 from pipelines.dali.view_operator.__main__ import main
 from pipelines.data_errors import DataError
+from pipelines.sampling.augmentation import Augmentation, Center
 from tests.support.ranks import run_ranks
 from tests.support.streams import opened, unlabeled
 from tests.support.view_operator import MISSING, tiny_compiler
+
+VIEWS = [Augmentation(), Center()]
 
 
 @pytest.fixture
@@ -168,12 +172,12 @@ def test_choose_auto_falls_back_and_true_raises_where_it_cannot_be_used(
     monkeypatch.setattr(use, "prove", PROVE)
     monkeypatch.setattr(use, "_loaded", [])
     use.say_once.cache_clear()
-    assert not use.choose("auto", "cpu")
+    assert not use.choose("auto", "cpu", VIEWS)
     shown = capsys.readouterr().out
     assert shown.count("Falling back to DALI's own operators (same pixels, slower): ") == 1
     assert re.search(said, shown) and len(libraries(tiny)) == (spoil is open_to_others)
     with pytest.raises(DataError, match=f"view_operator: true: (.|\n)*{said}"):
-        use.choose(True, "cpu")
+        use.choose(True, "cpu", VIEWS)
     if spoil is not broken_library:
         assert main([]) == 1
         message = capsys.readouterr().err
@@ -184,9 +188,25 @@ def test_choose_auto_falls_back_and_true_raises_where_it_cannot_be_used(
 def test_choose_builds_what_is_not_built(tiny, monkeypatch, capsys, setting):
     calls = []
     monkeypatch.setattr(use, "load", calls.append)
-    assert use.choose(setting, "cpu") and calls == [build.kept()]
+    assert use.choose(setting, "cpu", VIEWS) and calls == [build.kept()]
     assert "Building the view operator, once for this machine" in capsys.readouterr().out
-    assert not use.choose(False, "cpu") and not use.choose("auto", "gpu")
+    for other in (False, "cpu", VIEWS), ("auto", "gpu", VIEWS), (setting, "cpu", [Center()]):
+        assert not use.choose(*other) and len(calls) == 1
+
+
+@dataclass(frozen=True)
+class Posterized(Augmentation):
+    bits: int = 8
+
+
+def test_choose_leaves_views_with_a_setting_that_is_new_to_it(monkeypatch, capsys):
+    monkeypatch.setattr(use, "load", lambda path: pytest.fail("loaded"))
+    use.say_once.cache_clear()
+    views, said = [*VIEWS, Posterized(bits=4)], "the view operator does not know data.augmentation.bits"
+    assert build.unknown(Posterized()) is None
+    assert not use.choose("auto", "cpu", views) and said in capsys.readouterr().out
+    with pytest.raises(DataError, match=said):
+        use.choose(True, "cpu", views)
 
 
 def test_load_refuses_a_second_library_of_the_same_operator(monkeypatch, tmp_path):
