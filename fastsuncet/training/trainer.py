@@ -31,6 +31,7 @@ from fastsuncet.metrics.interval import MetricsInterval
 from fastsuncet.metrics.progress_bar import ProgressBar
 from fastsuncet.metrics.writer import MetricsWriter
 from fastsuncet.training.task import TrainingTask, within_memory
+from fastsuncet.versions import versions
 from pipelines.output import counted, say_line
 
 FILES_SHOWN = 20  # in a message, at most
@@ -332,6 +333,14 @@ class Trainer(Generic[Task]):
             say_line(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")
             if before != now:
                 say_line(f"on {counted(now, 'process')} instead of {before}: {self.task.world_size_note}")
+            old = loaded.meta["versions"]
+            changed = [
+                f"{name} {new} instead of {old.get(name)}"
+                for name, new in versions().items()
+                if new != old.get(name)
+            ]
+            if changed:
+                say_line(f"with {', '.join(changed)}: results are equal up to rounding only")
         self.task.model.load_state_dict(loaded.model)
         self.task.optimizer.load_state_dict(loaded.state["optimizer"])
         self.task.scaler.load_state_dict(loaded.state["scaler"])
