@@ -11,12 +11,12 @@
 A loss gives its ids, its weights and its level. For NT-Xent and SuNCEt, level_i = log sum_{j in P(i)} exp l_ij:
 one close positive is enough (equations 1 and 2). For L_sup_out, level_i = mean_{j in P(i)} l_ij: every positive
 is pulled (appendix H). The sweep takes R anchors at a time and turns their R x M logits into the gradient
-at once: three matrix products per chunk, and never an N x M matrix. Backward only scales. On a CPU, a single
-process whose keys are its anchors needs only two products (`sweep_pairs`).
+at once: three matrix products per chunk, and never an N x M matrix. Backward only scales. For the first two
+losses, a single process on a CPU whose keys are its anchors needs only two products (`sweep_pairs`).
 
 Everything is float32 (float64 stays), also under autocast: at temperature 0.1 a row of 4,096 exponentials
 without its maximum subtracted can reach 9e7, and float16 ends at 65,504. On CUDA the products' factors follow
-torch's TF32 switch, which is off by default (`methods.tf32_products`).
+torch's TF32 switch; a run behind a 16-bit network turns it on (`methods.tf32_products`).
 """
 
 from collections.abc import Callable, Iterator

@@ -8,7 +8,7 @@ which the paper does not define; its "50 PF and more than 10,000 updates" on CIF
 Counted are the convolutions and fully connected layers of encoder and head, and the products of attention in timm's
 networks. Not counted: BatchNorm, ReLU, pooling, losses, optimizer, augmentation (memory traffic rather than
 arithmetic). The gradient of the images is counted although nothing computes it (1.0 % of a ResNet-50 at 224 px), so
-that the factor stays 6.
+that the factor stays 6 (8 with criterion.micro_batch, `update_macs`).
 """
 
 import functools

@@ -156,10 +156,10 @@ class Trainer(Generic[Task]):
                 if not self.evaluated and not stop:
                     try:
                         self.evaluate()
+                        again = save  # what was saved above is not evaluated
                     except Preempted:
-                        stop = True
-                    # With the evaluation; without it only if nothing was saved above.
-                    if save != stop:
+                        stop, again = True, not save
+                    if again:
                         self.save()
                 if stop:
                     raise self.preempted()

@@ -13,8 +13,9 @@ off, its plain twin computes the same. `choose` decides so:
 So a verdict can switch a path that the table allows on or off, and nothing else. A checkpoint keeps the choice.
 kernels/switches.py holds it in the process (`switch`), and what uses a kernel asks there (`usable`):
 losses/contrast.py, optim/lars.py, models/norm_kernel.py. norm.cu, view.cu and the graph have a key of the config too,
-whose auto `resolved` writes; true ends the run where it fails. Only commands/train.py and tune.py come here: elsewhere
-a kernel is proved at its first use, and not timed. A CPU has no path: view_operator/use.py compiles its operator there.
+whose auto `resolved` writes; a true of view.cu or of the graph ends the run where it fails. Only commands/train.py and
+tune.py come here: elsewhere a kernel is proved at its first use, and not timed. A CPU has no path: view_operator/use.py
+compiles its operator there.
 """
 
 import math

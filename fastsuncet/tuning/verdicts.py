@@ -34,13 +34,11 @@ Key = dict[str, Any]
 class Verdict:
     """What a trial found on one rank, or by `judge` on all. JSON types only."""
 
-    problem: str | None = (
-        None  # why the contender is not used: the proof that failed, or what ended the child
-    )
+    # Why the contender is not used: the proof that failed, or what ended the child.
+    problem: str | None = None
     final: bool = True  # False: another try can end otherwise, as after a lack of memory
-    base: Sequence[
-        float
-    ] = ()  # seconds without it, by window; of several ranks the slowest one's; (): not timed
+    # Seconds without it, by window; of several ranks the slowest one's; (): not timed.
+    base: Sequence[float] = ()
     contender: Sequence[float] = ()  # and with it
     memory_left: float = 1.0  # of the card, 0 to 1, while the contender trains
 

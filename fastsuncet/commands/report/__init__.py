@@ -35,7 +35,8 @@ from pipelines.output import csv_table, say_line
 
 COSTS_NOTE = (
     "A petaFLOP is 1e15 floating-point operations. A view costs 6 x MAC of encoder and head: 2 FLOP a "
-    "multiply-add, 1 forward and 2 backward passes.",
+    "multiply-add, 1 forward and 2 backward passes; 8 x MAC with `criterion.micro_batch`, for a second "
+    "forward pass.",
     "Costs are those of pre-training up to the evaluated checkpoint, over all processes.",
 )
 SAVED_NOTE = (

@@ -7,8 +7,9 @@ The paper gives such percentages without the rule behind them. A cost "until" an
 is linear in the cost between two evaluated checkpoints, or the first checkpoint that is at least as good counts.
 Nothing is assumed about the time before the first checkpoint: if that is good enough, its cost is an upper bound.
 
-CONTRIBUTING.md names the files that the two axes come from. The cost is that of the pre-training, also behind a
-fine-tuned accuracy.
+The cost is that of the pre-training, also behind a fine-tuned accuracy: multiply-adds of an update (models/flops.py,
+`update_macs`), summed by the run (metrics/cost.py, `Ledger`) and read with its results (reading.py, `point`). The
+baseline is the only group without labels, unless one is named (curves.py, `arrange`).
 """
 
 import itertools

@@ -153,9 +153,8 @@ def compare_settings(records: list[Json]) -> tuple[dict[Measurement, set[str]], 
     splitting, notes = {}, []
     for kind, encoders in kinds.items():
         within = set().union(*(_differing(settings, missing=True) for settings in encoders.values()))
-        between = _differing(
-            [*chain(*encoders.values())], missing=False
-        )  # an older result can lack newer keys
+        # An older result can lack newer keys.
+        between = _differing([*chain(*encoders.values())], missing=False)
         splitting[kind] = (within | between.difference(OWN)).difference(OUTCOMES)
         if own := sorted(between.intersection(OWN)):
             notes.append(f"{kind}: not all runs were evaluated with the same {', '.join(own)}")
