@@ -32,7 +32,7 @@ from pipelines import atomic_files
 
 FOLDER = "results"  # in the run's folder
 # Kind -> the sections that are its own.
-OWN = {
+SECTIONS = {
     "finetune": ("finetune",),
     "knn": ("evaluation",),
     "npi": ("npi",),
@@ -146,7 +146,7 @@ def asked(config: Config, kind: str) -> dict[str, Any]:
 
     Without those of other evaluations, paths, and `meta.precision: auto`, whose meaning is in the result's setting.
     """
-    others = {section for sections in OWN.values() for section in sections}.difference(OWN.get(kind, ()))
+    others = {section for each in SECTIONS.values() for section in each}.difference(SECTIONS.get(kind, ()))
     free = (*FREE, *(f"{section}." for section in others), "meta.precision")
     values = flat(config.canonical()).items()
     return {key: value for key, value in values if value != DEFAULTS.get(key) and not key.startswith(free)}

@@ -27,9 +27,9 @@ FINETUNED, EXPORTS = "finetune", "export"  # the folders of a run's fine-tuned a
 # In a result's "setting", but not chosen for the evaluation.
 OUTCOMES = ("seed", "converged", "chosen_strength", "finetuned")
 # May differ within a measurement, since it belongs to the encoder or the machine. A note names it.
-OWN = ("mean", "std", "temperature", "precision", "accumulate", "batchnorm_images", "processes")
+MAY_DIFFER = ("mean", "std", "temperature", "precision", "accumulate", "batchnorm_images", "processes")
 # Settings of a run that make no other experiment of it. (Other labels do.)
-FREE = tuple(key for key in FREE_ON_RESUME if key not in ("data.split.file", "data.csv"))
+NO_MATTER = tuple(key for key in FREE_ON_RESUME if key not in ("data.split.file", "data.csv"))
 Json = dict[str, Any]
 
 
@@ -145,7 +145,8 @@ def measurement_of(record: Json) -> Measurement:
 def compare_settings(records: list[Json]) -> tuple[dict[Measurement, set[str]], list[str]]:
     """Return the keys of "setting" that split each kind and share of labels into several measurements, and notes.
 
-    For one encoder all keys that differ between its results split; between encoders, all but OWN, which a note names.
+    For one encoder all keys that differ between its results split; between encoders, all but MAY_DIFFER, and a note
+    names those.
     """
     kinds: dict[Measurement, dict[str, list[Json]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
@@ -155,8 +156,8 @@ def compare_settings(records: list[Json]) -> tuple[dict[Measurement, set[str]], 
         within = set().union(*(_differing(settings, missing=True) for settings in encoders.values()))
         # An older result can lack newer keys.
         between = _differing([*chain(*encoders.values())], missing=False)
-        splitting[kind] = (within | between.difference(OWN)).difference(OUTCOMES)
-        if own := sorted(between.intersection(OWN)):
+        splitting[kind] = (within | between.difference(MAY_DIFFER)).difference(OUTCOMES)
+        if own := sorted(between.intersection(MAY_DIFFER)):
             notes.append(f"{kind}: not all runs were evaluated with the same {', '.join(own)}")
     return splitting, notes
 
@@ -223,5 +224,5 @@ def experiment(config: Config) -> tuple[tuple[str, Any], ...]:
     return tuple(
         (key, str(value))
         for key, value in [*sorted(flat(config.canonical()).items()), ("data", data_set(config))]
-        if not key.endswith("seed") and not any(key == free or key.startswith(f"{free}.") for free in FREE)
+        if not key.endswith("seed") and not any(key == x or key.startswith(f"{x}.") for x in NO_MATTER)
     )
