@@ -95,8 +95,8 @@ RECIPES: dict[str, dict[str, list[tuple[str, str]]]] = {
 
 @pytest.mark.parametrize("what", RECIPES)
 def test_recipe_names_all_its_places_and_at_most_five(what):
-    (row,) = re.findall(rf"^\| an? {what}.*", CONTRIBUTING, re.M)
-    named = re.findall(r"`([\w/]+(?:/|\.py))`", row)
+    (recipe,) = re.findall(rf"^### An? {what}\n\n(.*?)\n\n", CONTRIBUTING, re.M | re.S)
+    named = re.findall(r"^\d\. .*?`([\w/]+(?:/|\.py|\.txt))`", recipe, re.M)
     assert len(named) <= 5
     for file in RECIPES[what]:
         assert file in named or file[: file.rindex("/") + 1] in named, file

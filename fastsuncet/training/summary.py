@@ -1,4 +1,4 @@
-"""The ten lines that are printed when a run starts, and by --dry-run instead of starting."""
+"""The lines that are printed when a run starts, and by --dry-run instead of starting."""
 
 import os
 from dataclasses import replace
