@@ -11,6 +11,7 @@ import torchvision
 from torch import nn
 
 from fastsuncet.models.resnet import build_model, initialize
+from tests.support.runs import assert_equal_to_the_bit
 from tests.support.vectors import FOLDER
 
 
@@ -31,20 +32,17 @@ def test_model_keys_are_those_of_the_authors_checkpoints():
     assert {key.removeprefix("encoder.").replace("head.", "fc."): shape for key, shape in ours} == authors
 
 
-def test_weights_depend_on_the_seed_alone():
+@pytest.mark.parametrize(("name", "drawn"), [("resnet18", 20 + 4), ("timm/test_vit", 32)])
+def test_weights_depend_on_the_seed_alone(name, drawn):
     """Not on the global random state, which stays as it is."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = build_model("resnet18", seed=5).state_dict()
+    first = build_model(name, seed=5).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    second = build_model("resnet18", seed=5).state_dict()
-    other = build_model("resnet18", seed=6).state_dict()
-    assert list(first) == list(second)
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    drawn = [key for key, value in first.items() if value.dim() > 1 or "head" in key]
-    assert len(drawn) == 20 + 4
-    assert not any(torch.equal(first[key], other[key]) for key in drawn)
+    second, other = (build_model(name, seed=seed).state_dict() for seed in (5, 6))
+    assert_equal_to_the_bit(dict(first), dict(second))
+    assert sum(not torch.equal(x, other[key]) for key, x in first.items()) == drawn
 
 
 @pytest.mark.parametrize("stem", ["imagenet", "cifar"])
@@ -68,15 +66,6 @@ def test_weights_start_as_the_authors_do(stem):
                 # Five standard errors of a uniform distribution's deviation.
                 spread = 5 * math.sqrt(0.2 / drawn.numel())
                 assert drawn.std().item() == pytest.approx(bound / math.sqrt(3), rel=spread), name
-
-
-@pytest.mark.parametrize(("stem", "side"), [("cifar", 32), ("imagenet", 8)])
-def test_stem_decides_the_side_of_the_first_block(stem, side):
-    seen = []
-    model = build_model("resnet18", stem, device="meta").eval()
-    model.encoder.layer1.register_forward_pre_hook(lambda _, x: seen.append(tuple(x[0].shape)))
-    model(torch.zeros(1, 3, 32, 32, device="meta"))
-    assert seen == [(1, 64, side, side)]
 
 
 def test_forward_is_the_heads_on_the_encoders_features():

@@ -75,33 +75,40 @@ def test_state_continues_to_the_bit_and_keeps_the_tensor_of_the_rate(optimizer):
         assert torch.equal(got, wanted)
 
 
-def test_groups_exclusion_finds_the_shortcuts_batchnorm():
-    """The shortcut's gamma is not called "bn"."""
-    network = build_model("resnet50", head_batchnorm=True, device="meta")
-    names = {id(p): name for name, p in network.named_parameters()}
-    groups = parameter_groups(network, exclude_bias_and_norm=True)
-    scaled, plain = ({names[id(p)] for p in group["params"]} for group in groups)
-    assert scaled == {name for name, p in network.named_parameters() if p.dim() > 1}
-    assert scaled | plain == set(names.values()) and not scaled & plain
-    assert {name for name in plain if "bn" not in name and "bias" not in name} == {
-        *(f"encoder.layer{n}.0.downsample.1.weight" for n in (1, 2, 3, 4)),
-        "head.1.weight",
-    }
-    assert groups[1]["lars"] is False and groups[1]["weight_decay"] == 0
-
-
-def test_groups_exclude_every_normalization_and_frozen_parameters():
-    """Also those that are no classes of torch's: timm's RmsNorm, and its scales of layers."""
+def vit_with_a_frozen_classifier() -> nn.Module:
     network = timm.create_model("test_vit4")
     network.head.requires_grad_(False)
+    return network
+
+
+@pytest.mark.parametrize(
+    ("made", "unnamed"),
+    [
+        # The shortcut's gamma is not called "bn".
+        (
+            lambda: build_model("resnet50", head_batchnorm=True, device="meta"),
+            {*(f"encoder.layer{n}.0.downsample.1.weight" for n in (1, 2, 3, 4)), "head.1.weight"},
+        ),
+        # timm's RmsNorm and its scales of layers are no classes of torch's.
+        (
+            vit_with_a_frozen_classifier,
+            {
+                *(f"blocks.{i}.{part}" for i in range(9) for part in ("norm1.weight", "norm2.weight")),
+                *(f"blocks.{i}.{part}.gamma" for i in range(9) for part in ("ls1", "ls2")),
+                "fc_norm.weight",
+            },
+        ),
+    ],
+    ids=["resnet50", "vit"],
+)
+def test_groups_exclude_every_normalization_and_frozen_parameters(made, unnamed):
+    network = made()
     names = {id(p): name for name, p in network.named_parameters() if p.requires_grad}
     groups = parameter_groups(network, exclude_bias_and_norm=True)
     scaled, plain = ({names[id(p)] for p in group["params"]} for group in groups)
+    assert scaled == {name for name, p in network.named_parameters() if p.requires_grad and p.dim() > 1}
     assert scaled | plain == set(names.values()) and not scaled & plain
-    parts = ("norm1.weight", "norm2.weight", "ls1.gamma", "ls2.gamma")
-    assert {name for name in plain if not name.endswith(".bias")} == {
-        *(f"blocks.{i}.{part}" for i in range(9) for part in parts),
-        "fc_norm.weight",
-    }
+    assert {name for name in plain if "bn" not in name and not name.endswith("bias")} == unnamed
+    assert groups[1]["lars"] is False and groups[1]["weight_decay"] == 0
     assert len(parameter_groups(network)[0]["params"]) == len(names)
     assert len(parameter_groups(nn.Linear(2, 2, bias=False), exclude_bias_and_norm=True)) == 1
