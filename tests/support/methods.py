@@ -9,11 +9,10 @@ from fastsuncet.config import Config, load_config
 from fastsuncet.config.schema import ContrastsLabels
 from fastsuncet.data.paired_stream import Batch
 from fastsuncet.data.paired_stream import views as shown_views
-from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import synchronize
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import MultiViewModel
-from fastsuncet.training.step import in_float32
+from fastsuncet.training.step import build_model, in_float32
 from tests.support import dense_losses
 from tests.support.runs import CONFIGS, tiny_config
 
@@ -49,7 +48,9 @@ CPU = torch.device("cpu")
 
 
 def config_of(method: str, *overrides: str) -> Config:
-    return load_config(CONFIGS / "digits_demo.yaml", [*METHODS[method], *overrides])
+    """Return a config of `method` with small heads."""
+    heads = ["model.stem=cifar", "model.hidden=16", "model.output=8"]
+    return load_config(CONFIGS / "digits_demo.yaml", [*heads, *METHODS[method], *overrides])
 
 
 def small(folder, method: str, *overrides: str) -> Config:
@@ -80,12 +81,7 @@ def images(config: Config) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tens
 
 def network(config: Config) -> MultiViewModel:
     """Return the model of a run, in float64."""
-    classes = CLASSES if methods.has_classifier(config) else None
-    prototypes = config.swav.prototypes if config.criterion.instance == "swav" else None
-    _, _, *head = config.model.head
-    model = build_model("resnet_tiny", "cifar", 16, 8, *head, classes=classes, prototypes=prototypes,
-                        predicts=config.criterion.instance == "paws")  # fmt: skip
-    return MultiViewModel(synchronize(model)).double()
+    return MultiViewModel(synchronize(build_model(config, CLASSES))).double()
 
 
 def loss_and_gradients(config: Config, network: torch.nn.Module, views, labeled, labels) -> tuple:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.config import Config
 from fastsuncet.config.schema import CriterionSection
 from fastsuncet.training import methods
 from tests.support.methods import METHODS, config_of, dense, images, loss_and_gradients, network, small
@@ -47,46 +46,37 @@ def test_paws_takes_images_that_stand_in_from_more_classes_than_a_batch_has():
     torch.testing.assert_close(losses, dense(config, network(config), *images(config)))
 
 
+LABELS_FIRST = ("criterion.supervised_epochs=1", "optimization.momentum=0.0")  # four updates of seven
+
+
+# A weight of each method, and in which updates after the first it moves, by more than its normalization does.
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["labels alone, SuNCEt", "SwAV + SuNCEt", "PAWS"])
-def test_run_of_a_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, method):
-    whole, parts = (small(tmp_path / name, method, "optimization.steps=7") for name in ("whole", "parts"))
+@pytest.mark.parametrize(
+    ("method", "options", "key", "moves"),
+    [
+        ("labels alone, SuNCEt", (), "encoder.conv1.weight", [True] * 6),
+        ("SimCLR + cross-entropy", LABELS_FIRST, "classifier.weight", [True] * 3 + [False] * 3),
+        ("SwAV + SuNCEt", (), "prototypes.weight", [False] * 3 + [True] * 3),
+        ("PAWS", (), "predictor.1.weight", [True] * 6),
+    ],
+)
+def test_run_of_a_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, method, options, key, moves):
+    """Classifiers rest once supervision is off, prototypes in the first four updates."""
+    options += ("optimization.steps=7", "checkpoint.every=1", "checkpoint.keep=99")
+    whole, parts = (small(tmp_path / name, method, *options) for name in ("whole", "parts"))
     train(whole)
     train(parts, stop_at=4)
     train(parts)
     assert_equal_to_the_bit(final_state(parts), final_state(whole))
+    paths = sorted((whole.run_folder / "checkpoints").glob("step_*"))
+    weights = [manager.load(path).model[key] for path in paths]
+    least = 1e-6 if key == "prototypes.weight" else 0
+    assert [(a - b).abs().max().item() > least for a, b in itertools.pairwise(weights)] == moves
     last = metrics(whole.run_folder, "train")[-1]
     if method == "labels alone, SuNCEt":  # an epoch is a pass over the 70 labeled images, 40 an update
         assert "nt_xent" not in last and last["suncet"] > 0
         assert (last["views"], last["epoch"]) == (7 * 40, 7 / (70 // 40))
-
-
-def every_step(config: Config, key: str) -> list[torch.Tensor]:
-    """Train, and return one weight after each step."""
-    train(config)
-    paths = sorted((config.run_folder / "checkpoints").glob("step_*"))
-    return [manager.load(path).model[key] for path in paths]
-
-
-SAVE_ALL = ("checkpoint.every=1", "checkpoint.keep=99")
-
-
-@pytest.mark.slow
-def test_swav_prototypes_are_frozen_first_then_move_and_stay_unit_long(tmp_path):
-    config = small(tmp_path, "SwAV + SuNCEt", "optimization.steps=5", *SAVE_ALL)
-    first, *frozen, moved = every_step(config, "prototypes.weight")
-    torch.testing.assert_close(first.norm(dim=1), torch.ones(12))
-    for weight in frozen:
-        torch.testing.assert_close(weight, first, rtol=1e-6, atol=1e-7)
-    assert (moved - first).abs().max() > 1e-5  # the fifth update, after four frozen ones
-
-
-@pytest.mark.slow
-def test_classifier_learns_while_supervision_is_on_and_rests_afterwards(tmp_path):
-    options = ("criterion.supervised_epochs=1", "optimization.momentum=0.0", "optimization.steps=7")
-    config = small(tmp_path, "SimCLR + cross-entropy", *SAVE_ALL, *options)
-    weights = every_step(config, "classifier.weight")
-    moved = [bool((a != b).any()) for a, b in itertools.pairwise(weights)]
-    assert moved == [True, True, True, False, False, False]  # four supervised updates of seven
-    last = metrics(config.run_folder, "train")[-1]
-    assert "suncet" not in last and last["cross_entropy"] == 0
+    elif key == "classifier.weight":
+        assert "suncet" not in last and last["cross_entropy"] == 0
+    elif key == "prototypes.weight":
+        torch.testing.assert_close(weights[0].norm(dim=1), torch.ones(12))

@@ -156,8 +156,8 @@ def test_pieces_step_is_grad_cache_by_hand_to_the_bit(tmp_path, precision):
 
 
 def test_pieces_cost_a_third_more(tmp_path):
-    config, flops = small(tmp_path, MIXED, "criterion.micro_batch=20"), []
-    plain = small(tmp_path, MIXED)
+    plain, flops = small(tmp_path, MIXED, "model.stem=cifar"), []
+    config = plain.with_values({"criterion.micro_batch": 20})
     for model in (network(config), in_pieces(config, 8)):
         with FlopCounterMode(display=False) as counter:
             loss_and_gradients(config, model, *images(config))
