@@ -4,7 +4,6 @@ Their memory grows with the batch, not with its square.
 """
 
 import gc
-import itertools
 import math
 from contextlib import ExitStack, contextmanager
 
@@ -54,7 +53,7 @@ def executed_by(executor, staged=contrast_kernel.STAGED):
             patch.setattr(contrast, "row_pass_for", lambda example: contrast_kernel.row_pass)
             patch.setattr(contrast_kernel, "STAGED", staged)
         yield
-        assert launched is None or set(launched) <= {"contrast_rows"}
+        assert launched is None or set(launched) == {"contrast_rows"}
 
 
 def assert_near(found, expected, near):
@@ -137,15 +136,6 @@ def test_loss_in_float32_is_near_float64(executor, name):
         found = run(name, z, labels, 0.1, chunk_size=400)
     assert found[0].dtype == found[1].dtype == F32
     assert_near(found, truth(name, z, labels, 0.1), 3e-6)
-
-
-def test_executors_are_different_ones():
-    z, labels = labeled_batch(rows=300, width=32, dtype=F32)
-    gradients = []
-    for executor in EXECUTORS:
-        with executed_by(executor):
-            gradients.append(run("suncet", z, labels, 0.1)[1])
-    assert not any(torch.equal(a, b) for a, b in itertools.combinations(gradients, 2))
 
 
 @pytest.mark.parametrize("name", ["nt_xent", "suncet"])
@@ -243,27 +233,10 @@ def test_largest_numbers_and_zeros_stay_finite(name, dtype):
     assert not grad[4:6].any() and grad[6:].any()  # a zero row has no direction and gets no gradient
 
 
-@every_loss
-def test_backward_scales_and_can_run_again(name):
-    z, labels = labeled_batch()
-    z.requires_grad_()
-    value = getattr(fastsuncet, name)(z, *((0.1,) if name == "nt_xent" else (labels, 0.1)))
-    (once,) = torch.autograd.grad(value, z, retain_graph=True)
-    (scaled,) = torch.autograd.grad(-2.5 * value, z)
-    torch.testing.assert_close(scaled, -2.5 * once)
-
-
 def test_second_derivative_is_refused():
     z, _ = labeled_batch()
     with pytest.raises(RuntimeError, match="differentiated once"):
         torch.autograd.grad(nt_xent(z.requires_grad_(), 0.1), z, create_graph=True)
-
-
-def test_no_gradient_is_computed_where_none_is_needed():
-    z, labels = labeled_batch()
-    with torch.no_grad():
-        assert not suncet(z.requires_grad_(), labels, 0.1).requires_grad
-    assert not nt_xent(z.detach(), 0.1).requires_grad
 
 
 def test_kernel_shows_a_nan_in_the_loss():

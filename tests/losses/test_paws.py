@@ -9,20 +9,15 @@ from hypothesis import strategies as st
 
 from fastsuncet import paws
 from tests.support import dense_losses
-from tests.support.dense_losses import by_view
+from tests.support.dense_losses import by_view, draw
 from tests.support.ranks import run_ranks
 from tests.support.vectors import load_vectors
 from tools.bench.dispatch_counter import Counter
 
-F64 = torch.float64
 IMAGES, VIEWS, WIDTH, SUPPORTS = 5, 4, 8, 12
 # Unbalanced classes, labels of any value; on the last rank classes that no other rank has.
 LABELS = [[0, 0, 1, 2, 2, 2, -7, 10**15, 3, 3, 3, 3], [0, 1] * 6, [2, 5, -7] * 4, [*range(100, 112)]]
 SETTINGS = {"sharpen": 0.3, "smoothing": 0.05, "temperature": 0.15}
-
-
-def draw(seed: int, rows: int, width: int = WIDTH) -> torch.Tensor:
-    return torch.randn(rows, width, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def batch_of(rank: int = 0, images=IMAGES, views=VIEWS, width=WIDTH) -> tuple[torch.Tensor, ...]:

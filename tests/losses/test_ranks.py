@@ -10,7 +10,7 @@ from fastsuncet import cross_entropy, nt_xent, suncet, sup_con, swav
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.losses.swav import sinkhorn
 from tests.support import dense_losses
-from tests.support.dense_losses import by_view, gradient
+from tests.support.dense_losses import by_view, draw, gradient
 from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
 
@@ -44,11 +44,6 @@ EQUAL_CASES = [
     *itertools.product([F32], KEYS, sorted(LABELED), ["lonely"], ["class"], ["kernel"]),
 ]
 ZERO_CASES = [*itertools.product([F32], KEYS, sorted(LABELED), ["all_apart"], ["class"])]
-
-
-def draw(seed: int, rows: int, columns: int = WIDTH, dtype: torch.dtype = F64) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, dtype=F64, generator=generator).to(dtype)
 
 
 def views_of(rank: int, dtype: torch.dtype = F64) -> torch.Tensor:

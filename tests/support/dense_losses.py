@@ -103,11 +103,16 @@ def _mean(losses: Tensor, labels: Tensor, average: str) -> Tensor:
     return torch.stack([losses[labels == each].mean() for each in sorted(set(labels.tolist()))]).mean()
 
 
+def draw(seed: int, rows: int, width: int = 8, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return normal numbers (rows, width), the same ones for a seed in every dtype but for their rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, width, dtype=torch.float64, generator=generator).to(dtype)
+
+
 def labeled_batch(rows=24, width=8, classes=5, dtype=torch.float64) -> tuple[Tensor, Tensor]:
     """Return rows (rows, width) and labels (rows,), always the same."""
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(rows, width, dtype=torch.float64, generator=generator).to(dtype)
-    return z, torch.randint(classes, (rows,), generator=generator)
+    labels = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1))
+    return draw(0, rows, width, dtype), labels
 
 
 def by_view(images: int, x: Tensor, views: int) -> Tensor:
