@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fastsuncet.models import norm_kernel
-from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import RankBatchNorm, from_sums, sums_of, synchronize
 from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
@@ -251,10 +250,3 @@ def test_batchnorm_on_ranks_refuses_an_input_without_statistics(on_ranks):
     one_dimension, empty = on_ranks[0]["refusals"]
     assert "expected (N, C, ...), got 1 dimensions" in one_dimension
     assert "batch is empty" in empty
-
-
-def test_synchronize_leaves_a_single_process_unchanged():
-    model = build_model("resnet_tiny", stem="cifar")
-    kinds = [type(module) for module in model.modules()]
-    assert synchronize(model) is model
-    assert [type(module) for module in model.modules()] == kinds

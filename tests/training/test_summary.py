@@ -38,18 +38,15 @@ def lines_of(monkeypatch):
     return lines
 
 
-@pytest.mark.parametrize(
-    ("asked", "problem", "why"),
-    [
-        ("torchvision", "No module named 'nvidia'", "as configured"),
-        ("auto", "libcuda.so: not found", "DALI cannot be used here: libcuda.so: not found"),
-    ],
-)
-def test_summary_says_why_pixels_are_not_dalis(lines_of, monkeypatch, asked, problem, why):
-    monkeypatch.setattr(summary, "dali_problem", lambda: problem)
+def test_summary_says_why_pixels_are_not_dalis(lines_of, monkeypatch):
+    monkeypatch.setattr(summary, "dali_problem", lambda: "libcuda.so: not found")
     stream = SimpleNamespace(options=SimpleNamespace(backend="torchvision", view_operator=False))
-    found = lines_of(digits(f"data.backend={asked}"), stream=stream)
-    assert found["pixels"] == f"torchvision on the CPU ({why})"
+    for asked, why in (
+        ("torchvision", "as configured"),
+        ("auto", "DALI cannot be used here: libcuda.so: not found"),
+    ):
+        pixels = lines_of(digits(f"data.backend={asked}"), stream=stream)["pixels"]
+        assert pixels == f"torchvision on the CPU ({why})"
 
 
 class ManyImages:
@@ -79,53 +76,43 @@ def test_summary_says_what_pieces_cost_and_what_batchnorm_sees(lines_of):
 
 
 @pytest.mark.parametrize(
-    ("asked", "problem", "where"),
-    [("auto", None, ""), ("torchvision", None, "on the CPU "), ("auto", "no DALI", "on the CPU ")],
+    ("device", "ranks", "backend", "problem", "where", "less"),
+    [
+        # The processes of a CPU share it; a GPU has one process.
+        ("cpu", 1, "auto", None, "", False),
+        ("cpu", 2, "auto", None, "", True),
+        ("cuda", 2, "auto", None, "", False),
+        # The step fits this GPU, and the images fit it beside the step only where they are decoded on the CPU.
+        ("small cuda", 1, "auto", None, "", True),
+        ("small cuda", 1, "torchvision", None, "on the CPU ", False),
+        ("small cuda", 1, "auto", "no DALI", "on the CPU ", False),
+    ],
 )
-def test_summary_counts_images_on_a_gpu_where_dali_decodes_there(
-    lines_of, monkeypatch, asked, problem, where
+def test_summary_compares_all_that_shares_a_memory_with_it(
+    lines_of, monkeypatch, device, ranks, backend, problem, where, less
 ):
-    """28 GB of a step and 26 GB of images, beside a GPU of 40 GB."""
-    monkeypatch.setattr(summary, "dali_problem", lambda: problem)
-    memory = lines_of(paper("criterion.micro_batch=512", f"data.backend={asked}"), "cuda")["memory"]
-    assert f" GB {where}for the images" in memory and ("WHICH IS LESS" in memory) == (not where)
-    assert "; the GPU has 40 GB" in memory
-
-
-@pytest.mark.parametrize(
-    ("device", "ranks", "less"), [("cpu", 1, False), ("cpu", 2, True), ("cuda", 2, False)]
-)
-def test_summary_compares_all_that_shares_a_memory_with_it(lines_of, monkeypatch, device, ranks, less):
-    """The processes of a CPU share it; a GPU has one process."""
-    config = digits()
+    config = digits(f"data.backend={backend}")
     sizes = config.resolve(ranks, IMAGES)
-    need = summary.step_memory(config, sizes).total + summary.feed_memory(config, sizes, None)
-    monkeypatch.setattr(summary, "memory_of", lambda _: 1.5 * need)
-    monkeypatch.setattr(summary, "dali_problem", lambda: None)
-    assert ("WHICH IS LESS" in lines_of(config, device, ranks)["memory"]) == less
+    step, feed = summary.step_memory(config, sizes).total, summary.feed_memory(config, sizes, None)
+    has = step + feed / 2 if device == "small cuda" else 1.5 * (step + feed)
+    monkeypatch.setattr(summary, "memory_of", lambda _: has)
+    monkeypatch.setattr(summary, "dali_problem", lambda: problem)
+    memory = lines_of(config, device.removeprefix("small "), ranks)["memory"]
+    assert f" GB {where}for the images" in memory and ("WHICH IS LESS" in memory) == less
 
 
+TF32 = ("meta.precision=bf16", "criterion.products=tf32")
 SWAV_ALONE = ("criterion.supervision=cross_entropy", "criterion.instance=swav", "swav.small_crops=0")
-TF32 = "criterion.products=tf32"
 
 
 @pytest.mark.parametrize(
     ("words", "device", "ranks", "line", "end"),
     [
-        (["meta.threads=7"], "cpu", 1, "device", f"CPU, 7 threads, fp32, torch {torch.__version__}"),
         ([], "cpu", 2, "norm", "the whole batch, shared by 2 processes (RankBatchNorm)"),
-        (
-            ["model.sync_batchnorm=false"],
-            "cpu",
-            2,
-            "norm",
-            "own images in the whole batch; the paper shares them",
-        ),
-        (["meta.precision=bf16", TF32], "cuda", 1, "loss", ", products in TF32"),
-        (["meta.precision=fp32", TF32], "cuda", 1, "loss", "by sample"),
-        (["meta.precision=bf16", "criterion.products=fp32"], "cuda", 1, "loss", "by sample"),
-        (["meta.precision=bf16", TF32], "cpu", 1, "loss", "by sample"),
-        (["meta.precision=bf16", *SWAV_ALONE], "cuda", 1, "loss", "by sample"),  # it has no such product
+        (["model.sync_batchnorm=false"], "cpu", 2, "norm", "in the whole batch; the paper shares them"),
+        (TF32, "cuda", 1, "loss", ", products in TF32"),
+        (TF32, "cpu", 1, "loss", "by sample"),
+        ([*TF32, *SWAV_ALONE], "cuda", 1, "loss", "by sample"),  # it has no such product
     ],
 )
 def test_summary_line_of_a_config_and_its_place(lines_of, words, device, ranks, line, end):
