@@ -223,30 +223,25 @@ def test_fused_norm_falls_back_to_the_twin(usable):
 
 def _block_on_a_rank(rank, world_size):
     """Return a step of a block whose shortcut has a BatchNorm, and the bytes of the messages."""
+    seen, sent, reduce = {}, [], dist.all_reduce
     with on_the_host(norm_kernel), pytest.MonkeyPatch.context() as patch:
-        return _steps_of_a_block(patch, rank)
-
-
-def _steps_of_a_block(patch, rank):
-    seen, sent = {}, []
-    reduce = dist.all_reduce
-    patch.setattr(dist, "all_reduce", lambda x, **more: (sent.append(x.nbytes), reduce(x, **more))[1])
-    for kind in ("block kernel", "block own", "block mixed", "block joined", "block twin"):
-        torch.manual_seed(0)
-        block = BasicBlock(8, 16, stride=2).to(memory_format=torch.channels_last)
-        for norm in (block.bn2, block.downsample[1]):
-            nn.init.normal_(norm.weight)
-        by_kernels = kind in ("block kernel", "block own") or (kind == "block mixed" and rank == 1)
-        patch.setattr(norm_kernel, "usable", lambda *_, used=by_kernels: used)
-        block = synchronize(block) if kind == "block twin" else fuse(block, shared=kind != "block own")
-        generator = torch.Generator().manual_seed(rank)
-        x = draw((2 + rank, 8, 6, 6), torch.float32, generator).requires_grad_()
-        d_y = torch.randn(2 + rank, 16, 3, 3, generator=generator)
-        sent.clear()
-        y = block(x)
-        y.backward(d_y)
-        seen[kind] = [y.detach(), x.grad, *(p.grad for p in block.parameters()), *block.buffers()]
-        seen[f"{kind}, sent"] = sent.copy()
+        patch.setattr(dist, "all_reduce", lambda x, **more: (sent.append(x.nbytes), reduce(x, **more))[1])
+        for kind in ("kernel", "own", "mixed", "joined", "twin"):
+            torch.manual_seed(0)
+            block = BasicBlock(8, 16, stride=2).to(memory_format=torch.channels_last)
+            for norm in (block.bn2, block.downsample[1]):
+                nn.init.normal_(norm.weight)
+            by_kernels = kind in ("kernel", "own") or (kind == "mixed" and rank == 1)
+            patch.setattr(norm_kernel, "usable", lambda *_, used=by_kernels: used)
+            block = synchronize(block) if kind == "twin" else fuse(block, shared=kind != "own")
+            generator = torch.Generator().manual_seed(rank)
+            x = draw((2 + rank, 8, 6, 6), torch.float32, generator).requires_grad_()
+            d_y = torch.randn(2 + rank, 16, 3, 3, generator=generator)
+            sent.clear()
+            y = block(x)
+            y.backward(d_y)
+            found = [y.detach(), x.grad, *(p.grad for p in block.parameters()), *block.buffers()]
+            seen[kind] = found, sent.copy()
     return seen
 
 
@@ -257,10 +252,11 @@ def test_kernels_of_a_block_share_messages_over_ranks():
         # mixed: on one rank the kernels do not run; joined: on none. One message of the last layer and the shortcut in
         # place of two, each way.
         for kind in ("kernel", "mixed", "joined"):
-            for a, b in zip(seen[f"block {kind}"], seen["block twin"]):
+            found, sent = seen[kind]
+            for a, b in zip(found, seen["twin"][0]):
                 torch.testing.assert_close(a, b, rtol=2e-4, atol=1e-5)
-            assert seen[f"block {kind}, sent"] == [8 * 33, 8 * 66, 4 * 64, 4 * 32]
-        assert len(seen["block twin, sent"]) == 6 and seen["block own, sent"] == []  # own: not shared
+            assert sent == [8 * 33, 8 * 66, 4 * 64, 4 * 32]
+        assert len(seen["twin"][1]) == 6 and seen["own"][1] == []  # own: not shared
 
 
 def test_batchnorm_proof_fails_when_kernels_and_twin_differ(host, monkeypatch):

