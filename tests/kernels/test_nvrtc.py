@@ -10,7 +10,7 @@ from fastsuncet.kernels import launcher
 from fastsuncet.losses import contrast_kernel
 from fastsuncet.models import norm_kernel
 from fastsuncet.optim import lars_kernel
-from pipelines import code_cache, cuda_compiler
+from pipelines import cuda_compiler
 from pipelines.cuda_compiler import KernelError
 
 OPTIONS = {
@@ -109,15 +109,6 @@ def test_compiled_works_without_a_writable_folder(tmp_path, monkeypatch, empty_c
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(os, "getuid", lambda: 2**31)  # of no user
     assert launcher.compiled("lars.cu", "sm_90", LARS).startswith(b"\x7fELF")
-
-
-def test_folder_is_the_users_cache(monkeypatch):
-    monkeypatch.delenv("FASTSUNCET_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(code_cache.cache_folder("kernels")) == "/somewhere/fastsuncet/kernels"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", "/home/me")  # some users have none
-    assert str(code_cache.cache_folder("kernels")) == "/home/me/.cache/fastsuncet/kernels"
 
 
 def test_unavailable_without_bindings_names_the_package(monkeypatch, fresh_bindings):
