@@ -71,12 +71,9 @@ def batch_of(config: Config, labeled: int, images: int = 6, seed: int = 0) -> Ba
 
 def images(config: Config) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Return a made-up global batch in float64: views, labeled images in the sampler's interleaved order, labels."""
-    generator = torch.Generator().manual_seed(3)
-    sizes = [view.size for view in shown_views(config)]
-    views = [torch.rand(U, 3, size, size, dtype=torch.float64, generator=generator) for size in sizes]
-    count = CLASSES * PER_CLASS if config.criterion.supervised else 0
-    labeled = torch.rand(count, 3, 16, 16, dtype=torch.float64, generator=generator)
-    return views, labeled, torch.arange(count) % CLASSES
+    batch = batch_of(config, CLASSES * PER_CLASS if config.criterion.supervised else 0, U, seed=3)
+    labels = torch.arange(len(batch.labeled)) % CLASSES
+    return [view.double() for view in batch.views], batch.labeled.double(), labels
 
 
 def network(config: Config) -> MultiViewModel:
