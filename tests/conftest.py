@@ -58,6 +58,16 @@ def _signal_handlers():
 
 
 @pytest.fixture
+def group():
+    """Make a process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def small_disk(tmp_path):
     """mount(options) gives a folder on a file system of its own; skips where mounting is not allowed."""
     folder, mounted = tmp_path / "disk", []

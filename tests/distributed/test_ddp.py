@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fastsuncet.distributed.ddp import parallel, require_compiler
@@ -42,13 +41,6 @@ def test_compiled_code_is_kept_where_no_other_user_can_put_some(monkeypatch, tmp
         wrapped()
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == wanted
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
-
-
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_ddp_logs_no_times_after_its_first_passes(group):

@@ -8,7 +8,6 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
@@ -317,13 +316,9 @@ def test_lars_arguments_out_of_range_are_refused(options, expected):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP")
-def test_lars_refuses_parameters_that_fsdp_has_sharded():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        first = FullyShardedDataParallel(nn.Linear(4, 3), use_orig_params=True, device_id=torch.device("cpu"))
-        second = fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (1,)))
-        for network in (first, second):
-            with pytest.raises(ValueError, match=r"LARS: .* is sharded over ranks.*DDP instead of FSDP"):
-                LARS(network.parameters(), 0.1)
-    finally:
-        dist.destroy_process_group()
+def test_lars_refuses_parameters_that_fsdp_has_sharded(group):
+    first = FullyShardedDataParallel(nn.Linear(4, 3), use_orig_params=True, device_id=torch.device("cpu"))
+    second = fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (1,)))
+    for network in (first, second):
+        with pytest.raises(ValueError, match=r"LARS: .* is sharded over ranks.*DDP instead of FSDP"):
+            LARS(network.parameters(), 0.1)
