@@ -69,12 +69,6 @@ def test_picture_of_the_road_names_files_that_exist():
     assert [name for name in names if not (ROOT / name).exists()] == []
 
 
-def test_contributing_answers_each_question_by_five_files():
-    table = (ROOT / "CONTRIBUTING.md").read_text("utf-8").split("## Where to read")[1].split("## ")[0]
-    rows = [line for line in table.splitlines() if ".py`" in line]
-    assert len(rows) >= 6 and all(row.count(".py`") <= 5 for row in rows)
-
-
 def test_readme_tree_names_every_folder():
     tree = README.split("## Where things are")[1].split("```")[1]
     named = set(re.findall(r"(\w+)/", tree))
@@ -98,18 +92,11 @@ def test_docs_quote_messages_as_the_source_has_them():
                 values = (str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
                 texts.add("".join(values))
 
-    def has(text: str, parts: list[str]) -> bool:
-        at = 0
-        for part in parts:
-            if (at := text.find(part, at)) < 0:
-                return False
-            at += len(part)
-        return True
-
     quoted = re.findall(r"  \*\*`(.+?)`\*\*", TROUBLE.replace("\n", " "))
     assert len(quoted) >= 30
     for message in quoted:
-        assert any(has(text, message.split("…")) for text in texts), message
+        pattern = re.compile(".*".join(map(re.escape, message.strip("…").split("…"))), re.S)
+        assert any(map(pattern.search, texts)), message
 
 
 @pytest.mark.slow
