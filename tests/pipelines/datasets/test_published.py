@@ -4,7 +4,6 @@ import hashlib
 import io
 import os
 import pickle
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +18,6 @@ from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import join
 from pipelines.data_errors import DataError
-from pipelines.datasets.index import load_index, save_index
 from pipelines.datasets.published import VOC_CLASSES, cifar, digits, part_size, voc07
 from tests.support.archives import Trap, tar_of
 from tests.support.pictures import write_image
@@ -259,14 +257,6 @@ def test_voc07_parts_have_their_images_and_presence(tmp_path):
     assert [tuple(images.shape) for (images,) in loader] == [(4, 3, 24, 24), (4, 3, 24, 24), (3, 3, 24, 24)]
 
 
-def test_presence_is_in_the_fingerprint_and_the_kept_index(tmp_path):
-    write_voc(tmp_path)
-    index = voc07(tmp_path, "val")
-    other = index.presence.copy()
-    other[2, 3] = -other[2, 3] or 1
-    assert replace(index, presence=other).fingerprint() != index.fingerprint()
-    save_index(index, tmp_path / "kept.npz")
-    assert np.array_equal(load_index(tmp_path / "kept.npz").presence, index.presence)
 
 
 def set_line(number, text):
