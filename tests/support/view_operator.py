@@ -1,15 +1,10 @@
-"""Conditions for tests of the view operator (`pipelines.dali.view_operator`)."""
+"""What the tests of the view operator (`pipelines.dali.view_operator`) share."""
 
 from pathlib import Path
-
-import pytest
 
 from pipelines.dali.view_operator import build
 
 MISSING = build.unavailable()
-needs_view_operator = pytest.mark.skipif(
-    build.kept() is None and MISSING is not None, reason=f"the view operator cannot be built: {MISSING}"
-)
 
 
 def tiny_compiler(folder: Path, body: str = 'echo code > "$out"') -> Path:

@@ -190,8 +190,6 @@ def test_load_index_gives_what_was_saved(index, tmp_path):
     assert os.listdir(tmp_path / "new") == ["index.npz"]
 
 
-
-
 def test_within_makes_large_images_bad():
     index = small_index(sizes=np.array([[9999, 9999], [6, 9]], np.int32))
     assert index.within(100) is index

@@ -77,8 +77,6 @@ def test_views_from_a_pack_equal_those_from_files(tmp_path, reader):
             assert (files.draws(step).labels == pack.draws(step).labels).all()
 
 
-
-
 def test_a_pack_can_be_read_by_other_programs(index, pack):
     """Its shards are WebDataset's: KEY.jpg and KEY.cls side by side, which also load without the index."""
     with tarfile.open(pack / "000000.tar") as tar:

@@ -257,8 +257,6 @@ def test_voc07_parts_have_their_images_and_presence(tmp_path):
     assert [tuple(images.shape) for (images,) in loader] == [(4, 3, 24, 24), (4, 3, 24, 24), (3, 3, 24, 24)]
 
 
-
-
 def set_line(number, text):
     return lambda lines: lines.__setitem__(number - 1, text)
 

@@ -79,11 +79,14 @@ def test_build_keeps_no_half_library_and_none_that_fails_its_proof(tiny, monkeyp
     assert use.built() == path == build.kept()
 
 
-def test_build_prebuilt_serves_every_user_of_an_installation(tiny, tmp_path, monkeypatch):
+def test_build_prebuilt_serves_every_user_of_an_installation(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "package" / "prebuilt")
     own = use.built()  # in the cache folder, which serves one user
-    path = use.built(prebuilt=True)
-    assert path.parent == build.PREBUILT and build.kept() == path and own.parent != path.parent
+    assert main(["--prebuilt"]) == 0
+    path = build.kept()
+    assert path.parent == build.PREBUILT and own.parent != path.parent
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["--prebuilt"]) == 0 and f"was built before: {path}\n" in capsys.readouterr().out
     assert path.parent.stat().st_mode & 0o777 == 0o755 and path.stat().st_mode & 0o777 == 0o644
 
 
@@ -134,12 +137,9 @@ def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
 
 
-def cache(folder: str):
-    def move(monkeypatch, tmp_path):
-        (tmp_path / "file").write_text("not a folder")
-        monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / folder))  # an absolute one stands for itself
-
-    return move
+def file_for_a_folder(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("FASTSUNCET_CACHE", str(tmp_path / "file" / "cache"))
 
 
 def open_to_others(monkeypatch, tmp_path):
@@ -161,8 +161,7 @@ def no_headers(monkeypatch, tmp_path):
         (compiler('echo code > "$out"'), "DALI cannot run it: Failed to load library"),
         (broken_library, "Failed to load library"),
         (no_home, r"no cache folder \(Could not determine it.*; set FASTSUNCET_CACHE"),
-        (cache("file/cache"), "cannot be kept in .*/file/cache.*; set FASTSUNCET_CACHE"),
-        (cache("/proc/nowhere"), "cannot be kept in /proc/nowhere.*; set FASTSUNCET_CACHE"),
+        (file_for_a_folder, "cannot be kept in .*/file/cache.*; set FASTSUNCET_CACHE"),
     ],
 )
 def test_choose_auto_falls_back_and_true_raises_where_it_cannot_be_used(
@@ -229,11 +228,6 @@ def test_loader_refuses_the_view_operator_where_torchvision_reads(index):
     said = "view_operator: true is for DALI, but torchvision reads the images"
     with pytest.raises(DataError, match=said):
         opened(unlabeled(index), "torchvision", view_operator=True)
-
-
-def test_command_builds_once(view_operator, capsys):
-    assert main([]) == 0
-    assert capsys.readouterr().out == f"The view operator was built before: {view_operator}\n"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the machine code of x86-64 is read")

@@ -105,19 +105,3 @@ def test_require_equal_sees_one_wrong_bit(view_operator, monkeypatch):
     said = r"differs from DALI's own in 1 of .* on this machine: it is not used"
     with pytest.raises(DataError, match=said):
         check_equal.require_equal()
-
-
-def test_rounding_batch_shows_another_way_to_sum_divide_and_round():
-    def halves(grays):  # as DALI sums them
-        if len(grays) <= 65_536:
-            return np.float32(grays.sum())
-        middle = len(grays) // 2
-        return halves(grays[:middle]) + halves(grays[middle:])
-
-    images, given = check_equal.rounding_batch()
-    grays = [(image.reshape(-1, 3) @ np.array([9798, 19235, 3735]) + 16384) >> 15 for image in images[:-1]]
-    sums, counts = [halves(each) for each in grays], [np.float32(len(each)) for each in grays]
-    assert any(total != np.float32(each.sum()) for total, each in zip(sums, grays))
-    assert any(total * np.float32(1 / n) != total / n for total, n in zip(sums, counts))
-    assert (images[-1] == 1).any()
-    assert given["brightness"][-1] < 0.5 and given["brightness"][-1] + np.float32(0.5) == 1
