@@ -104,11 +104,12 @@ def test_draws_never_change():
 
 
 COUNT = 20_000
+HALVED = Augmentation(strength=0.5, brightness=1.6, contrast=1.6, saturation=1.6, hue=0.4)
 
 
 @pytest.fixture(scope="module")
 def many() -> ViewParams:
-    return draw(np.full((COUNT, 2), 300), seed=11)
+    return draw(np.full((COUNT, 2), 300), HALVED, seed=11)
 
 
 def test_draws_are_uniform_over_their_ranges_in_the_share_of_images_that_is_set(many):
@@ -132,7 +133,7 @@ def test_draws_are_uniform_over_their_ranges_in_the_share_of_images_that_is_set(
 
 
 def test_draws_of_a_random_order_are_uniform_and_change_nothing_else(many):
-    fixed = draw(np.full((COUNT, 2), 300), Augmentation(color_order="fixed"), seed=11)
+    fixed = draw(np.full((COUNT, 2), 300), replace(HALVED, color_order="fixed"), seed=11)
     assert (fixed.order == [0, 1, 2, 3]).all()
     orders, counts = np.unique(many.order, axis=0, return_counts=True)
     assert len(orders) == 24 and (np.sort(orders) == [0, 1, 2, 3]).all()
@@ -140,16 +141,6 @@ def test_draws_of_a_random_order_are_uniform_and_change_nothing_else(many):
     for field in fields(ViewParams):
         same = np.array_equal(getattr(fixed, field.name), getattr(many, field.name))
         assert same == (field.name != "order"), field.name
-
-
-def test_draws_are_uncorrelated(many):
-    jittered = many.hue != 0
-    columns = [many.flip, many.gray, many.sigma > 0, many.box[:, 0], many.box[:, 1], many.box[:, 2]]
-    columns += [many.brightness, many.contrast, many.saturation, many.hue]
-    correlation = np.corrcoef(np.stack([column[jittered].astype(float) for column in columns]))
-    correlation[3:6, 3:6] = 0  # a box's corner and its size share the image
-    np.fill_diagonal(correlation, 0)
-    assert np.abs(correlation).max() < 4.5 / math.sqrt(jittered.sum())
 
 
 def test_draws_of_zero_strength_are_neutral():
