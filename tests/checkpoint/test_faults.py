@@ -32,10 +32,6 @@ def load_silently(folder: Path) -> manager.LoadedCheckpoint:
     return loaded
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
 ROWS = ("features.npz", "predictions.csv")  # written by NumPy and Python, out of sight of os.write
 CASES = [  # what is written, the numbers before, that which is written next
     ("checkpoint", (), 1),
@@ -66,7 +62,7 @@ def require_next(name: str, folder: Path, number: int) -> None:
     for each in (number, 3) if name in ("checkpoint", "pack") else (number,):
         writer.write(folder, each)
         assert writer.read(folder) == each
-    assert names(folder) - {"1", ".lock-1"} == writer.names  # the first two are of a pack
+    assert set(os.listdir(folder)) - {"1", ".lock-1"} == writer.names  # the first two are of a pack
     assert not list(folder.rglob(".tmp-*"))
 
 

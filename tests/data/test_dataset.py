@@ -12,10 +12,10 @@ from fastsuncet.commands.data_check import check_config
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.paired_stream import views
-from fastsuncet.distributed.place import join
 from pipelines.data_errors import BadImage, DataError
 from pipelines.output import say_once
 from tests.support.archives import tar_of
+from tests.support.colors import ALONE
 from tests.support.pictures import write_image, write_images
 
 CONFIG = """\
@@ -38,8 +38,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def opened(*overrides: str, validation: bool = False) -> Images:
-    with join("cpu") as place:
-        return open_images(load_config("run.yaml", overrides), place, validation=validation)
+    return open_images(load_config("run.yaml", overrides), ALONE, validation=validation)
 
 
 def test_images_are_any_tree_without_labels(here):

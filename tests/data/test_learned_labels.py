@@ -8,7 +8,7 @@ from fastsuncet.config import load_config
 from fastsuncet.data import learned_labels
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import learned, write_learned_labels
-from fastsuncet.distributed.place import join
+from tests.support.colors import ALONE
 from tests.support.pictures import write_images
 
 NAMES = [f" {i:02}.jpg" for i in range(20)]  # with spaces, which a table has to quote
@@ -30,8 +30,7 @@ optimization: {steps: 1, lr: 1.0}
         lines = [f'"{name}",{"cat" if i % 2 else "dog"}' for i, name in enumerate(NAMES[:labels])]
         Path("labels.csv").write_text("\n".join(["file,label", *lines]))
         config = load_config("run.yaml", [*overrides])
-        with join(config) as place:
-            return config, open_images(config, place, validation=True)
+        return config, open_images(config, ALONE, validation=True)
 
     return write
 

@@ -177,17 +177,13 @@ def test_listed_knows_the_papers_lists(digest, share):
     assert Counter(split.per_class.tolist()) == sizes[share]
 
 
-def test_labeled_split_all_and_none(index):
-    assert labeled_split(index, "all").indices.tolist() == list(range(12))
-    none = labeled_split(index, "none")
-    assert none.indices.shape == (0,) and none.indices.dtype == np.int64
-    assert none.per_class.tolist() == [0, 0, 0, 0] and str(none) == "no labeled images (none asked for)"
-
-
-@pytest.mark.parametrize(("kind", "options"), [("all", {}), ("csv", {}), ("bernoulli", {"fraction": 1.0})])
-def test_labeled_split_leaves_out_images_without_a_label(names, kind, options):
+@pytest.mark.parametrize(
+    ("kind", "options", "chosen"),
+    [("all", {}, [1, 3]), ("csv", {}, [1, 3]), ("bernoulli", {"fraction": 1.0}, [1, 3]), ("none", {}, [])],
+)
+def test_labeled_split_leaves_out_images_without_a_label(names, kind, options, chosen):
     index = index_of(["1.jpg", "cat/2.jpg", "plain/3.jpg", "dog/4.jpg"], ("cat", "dog"))
-    assert labeled_split(index, kind, **options).indices.tolist() == [1, 3]
+    assert labeled_split(index, kind, **options).indices.tolist() == chosen
     with pytest.raises(DataError, match=r"1 images .*without a label: plain/3.jpg"):
         labeled_split(index, "names", file=names("cat/2.jpg", "plain/3.jpg"))
 

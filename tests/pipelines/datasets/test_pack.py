@@ -15,7 +15,6 @@ from fastsuncet import cli
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.image_files import index_path, kept_index
-from fastsuncet.distributed.place import join
 from pipelines.data_errors import BadImage, CannotWrite, DataError
 from pipelines.datasets import pack as module
 from pipelines.datasets.folders import image_folder
@@ -24,6 +23,7 @@ from pipelines.datasets.pack import INDEX, open_pack, write_pack
 from pipelines.datasets.shards import scan_shard
 from pipelines.verify import check
 from tests.support.archives import tar_of
+from tests.support.colors import ALONE
 from tests.support.pictures import cut_short, write_kinds, write_pictures
 from tests.support.streams import assert_same, labeled, opened, unlabeled
 
@@ -245,9 +245,8 @@ def here(index, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def images_of(*overrides):
-    with join("cpu") as process:
-        return open_images(load_config("run.yaml", overrides), process, validation=False)
+def images_of(*overrides, validation=False):
+    return open_images(load_config("run.yaml", overrides), ALONE, validation=validation)
 
 
 def data(*arguments) -> int:
@@ -282,9 +281,8 @@ def test_a_run_and_data_check_read_shards_of_another_program(here, pack, capsys)
     kept = kept_index(load_config("run.yaml", foreign))
     save_index(replace(load_index(kept), bad={2: "another decoder refuses it"}), kept)
     assert data("check", "run.yaml", *foreign) == 0
-    with join("cpu") as process:  # its validation folder keeps its own classes
-        names = open_images(load_config("run.yaml", foreign[1:]), process, validation=True).validation.classes
-    assert names == ("class_0", "class_1", "class_2")
+    # Its validation folder keeps its own classes.
+    assert images_of(foreign[1], validation=True).validation.classes == ("class_0", "class_1", "class_2")
     images = images_of("data.pack=pack/0000{00..01}.tar")
     assert len(images.train) < 12 and images.train.classes == ("class 0", "class 1")
     shard, offset, length = place(images.train, 1)

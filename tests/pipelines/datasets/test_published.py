@@ -16,10 +16,10 @@ from torchvision import datasets
 
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
-from fastsuncet.distributed.place import join
 from pipelines.data_errors import DataError
 from pipelines.datasets.published import VOC_CLASSES, cifar, digits, part_size, voc07
 from tests.support.archives import Trap, tar_of
+from tests.support.colors import ALONE
 from tests.support.pictures import write_image
 from tests.support.runs import CONFIGS
 from tests.support.streams import evaluation
@@ -197,8 +197,7 @@ def test_cifar100_in_a_run(published, tmp_path):
     published.write(tmp_path / published.folder)
     keys = ("data.kind=cifar100", f"data.root={tmp_path}", "data.download=false", "data.split.fraction=0.5")
     config = load_config(CONFIGS / "cifar10_suncet.yaml", keys)
-    with join("cpu") as place:
-        images = open_images(config, place, validation=True)
+    images = open_images(config, ALONE, validation=True)
     assert images.train.labels.tolist() == published.labels(["train"])
     assert images.validation.labels.tolist() == published.labels(["test"])
 
