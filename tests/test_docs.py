@@ -10,7 +10,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fastsuncet import cli
 from fastsuncet.cli._parser import EXIT_CODES, Parser
@@ -165,11 +164,3 @@ def test_sources_has_a_page_for_each_linked_file():
     pages = docs_site.sources()
     assert "````yaml\n# ImageNet" in pages["source/configs/in1k_10pct.yaml.md"]
     assert "source/fastsuncet/training/step.py.md" in pages
-
-
-def test_site_searches_without_a_server():
-    """The plugin's own script is of another host: the site has one of this project."""
-    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    assert config["plugins"][:2] == ["search", "offline"]
-    (script,) = config["extra"]["polyfills"]
-    assert "iframe-worker" in script and (ROOT / "docs" / script).is_file()

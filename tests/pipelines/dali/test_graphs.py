@@ -155,12 +155,6 @@ def test_graph_neutral_numbers_change_no_pixel(index, dalis):
     assert not torch.equal(mixed[~idle], dalis["crop"][~idle])
 
 
-def test_graph_flip_mirrors_the_crop_and_gray_has_equal_channels(dalis):
-    assert torch.equal(dalis["flip"], dalis["crop"].flip(3))
-    gray = dalis["gray"]
-    assert torch.equal(gray[:, 0], gray[:, 1]) and torch.equal(gray[:, 0], gray[:, 2])
-
-
 def outputs(function, count: int, *arrays: np.ndarray) -> list[torch.Tensor]:
     """What a function of an image and a number makes in a graph, (N, H, W, C) each."""
 
