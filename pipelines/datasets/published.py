@@ -136,10 +136,10 @@ def voc07(root: str | Path, *parts: str) -> ImageIndex:
     folder = _voc_folder(Path(root).expanduser())
     names, columns = [], [[] for _ in VOC_CLASSES]
     for part in parts:
-        first, images, _ = _voc_list(folder, VOC_CLASSES[0], part)
+        lists = [_voc_list(folder, name, part) for name in VOC_CLASSES]
+        first, images, _ = lists[0]
         names += images
-        for name, column in zip(VOC_CLASSES, columns):
-            path, others, values = _voc_list(folder, name, part)
+        for (path, others, values), column in zip(lists, columns):
             if others != images:
                 raise DataError(f"{path} names other images than {first}, or in another order")
             column += values
