@@ -136,8 +136,7 @@ class ClassSampler:
             raise DataError(f"a labeled batch of {text}: lower classes_per_batch, or label more")
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
         self.world_size, self.seed, self.class_names = world_size, seed, tuple(class_names)
-        self.global_batch = classes_per_batch * images_per_class
-        self.local_batch = _share("the labeled batch", self.global_batch, world_size)
+        self.local_batch = _share("the labeled batch", classes_per_batch * images_per_class, world_size)
         self.steps_per_cycle = len(self._classes) // classes_per_batch
         # Ascending inside each class: in whatever order the images were listed, the draw is the same.
         self._images = indices[np.lexsort((indices, labels))]
