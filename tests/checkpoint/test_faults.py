@@ -92,7 +92,7 @@ def test_power_cut_after_make_folder_leaves_it_and_its_parents(tmp_path):
     folder.mkdir()
     with watch(folder, lambda watched: None) as watched:
         atomic_files.make_folder(folder / "runs" / "name" / "checkpoints")
-    assert all((disk / "runs/name/checkpoints").is_dir() for _, disk in watched.disks(tmp_path))
+    assert all((disk / "runs/name/checkpoints").is_dir() for disk in watched.disks(tmp_path))
 
 
 def filled(leave: int):

@@ -53,12 +53,12 @@ class Watched:
             self.held.append(os.open(path, os.O_RDONLY))
             self._sync(self.held[-1])
 
-    def disks(self, under: Path) -> Iterator[tuple[str, Path]]:
-        """Write each disk that a power cut could leave now to a new folder in `under`; yield (kind, folder)."""
+    def disks(self, under: Path) -> Iterator[Path]:
+        """Write each disk that a power cut could leave now to a new folder in `under`; yield the folders."""
         for kind in ("eager", "lazy"):
             target = under / f"{len(self.calls)}_{kind}"
             self._store(target, os.stat(self.folder).st_ino, True, self.folder if kind == "eager" else None)
-            yield kind, target
+            yield target
 
     def _store(self, target: Path, inode: int, is_folder: bool, now: Path | None) -> None:
         """Write what is on the disk of an inode, a folder with the names that `now` has, if that is given."""
@@ -166,7 +166,7 @@ def crash_at_every_syscall(
         return calls
 
     def look_at_disks(watched: Watched) -> None:
-        for _, disk in watched.disks(scratch):
+        for disk in watched.disks(scratch):
             look_once(disk)
 
     shutil.copytree(before, scratch / "watched")

@@ -82,7 +82,7 @@ def test_power_cut_leaves_every_line_up_to_the_newest_checkpoint(tmp_path):
     config.run_folder.mkdir(parents=True)
 
     def look(watched):
-        for _, disk in watched.disks(disks) if watched.calls[-1] in ("rename", "replace") else ():
+        for disk in watched.disks(disks) if watched.calls[-1] in ("rename", "replace") else ():
             loaded = manager.load_newest(disk / "checkpoints", say=pytest.fail)
             step = 0 if loaded is None else loaded.step
             seen.add(step)

@@ -36,18 +36,15 @@ class Published:
     def __init__(self, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.kind, self.torchvision = kind, KINDS[kind]
         self.folder, self.key = self.torchvision.base_folder, "labels" if kind == "cifar10" else "fine_labels"
-        self.batches, self.files = {}, {}
-        for attribute in ("train_list", "test_list"):
-            names = [name for name, _ in getattr(self.torchvision, attribute)]
-            for name in names:
-                self.batches[name] = batch = self.batch(len(self.batches))
-                self.files[name] = pickle.dumps(batch, 2)
-            monkeypatch.setattr(self.torchvision, attribute, [[n, md5(self.files[n])] for n in names])
+        lists = ("train_list", "test_list")
+        self.train, self.test = ([name for name, _ in getattr(self.torchvision, each)] for each in lists)
+        self.batches = {name: self.batch(seed) for seed, name in enumerate(self.train + self.test)}
+        self.files = {name: pickle.dumps(batch, 2) for name, batch in self.batches.items()}
+        for each, names in zip(lists, (self.train, self.test)):
+            monkeypatch.setattr(self.torchvision, each, [[n, md5(self.files[n])] for n in names])
         meta = self.torchvision.meta
         self.files[meta["filename"]] = content = pickle.dumps({meta["key"]: NAMES[kind]}, 2)
         monkeypatch.setitem(meta, "md5", md5(content))
-        self.train = [name for name, _ in self.torchvision.train_list]
-        self.test = [name for name, _ in self.torchvision.test_list]
         members = [(f"{self.folder}/{name}", data) for name, data in self.files.items()]
         self.archive = tar_of(folder / "archive", *members, mode="w:gz").read_bytes()
         monkeypatch.setattr(self.torchvision, "tgz_md5", md5(self.archive))
