@@ -3,7 +3,6 @@
 import functools
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -48,15 +47,6 @@ def test_pages_hold_the_other_tables():
     assert len(tables) == 6 and all(table in PAGE for table in tables)
 
 
-def test_paired_differences_are_those_of_seeds_that_both_have():
-    assert points.paired({0: 0.1, 1: 0.2, 2: 0.3}, {2: 0.5, 1: 0.2, 3: 0.9}) == pytest.approx([0, 20])
-
-
-def test_interval_is_that_of_students_t():
-    half = 2.776 * (2.5 / 5) ** 0.5
-    assert points.interval([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((3 - half, 3 + half), rel=1e-3)
-
-
 @pytest.mark.parametrize(
     ("decide", "given", "expected"),
     [
@@ -79,12 +69,6 @@ def test_interval_is_that_of_students_t():
 )
 def test_decision_follows_its_rule(decide, given, expected):
     assert decide(*given) == expected
-
-
-def test_holm_by_hand(monkeypatch):
-    monkeypatch.setattr(points, "ttest_1samp", lambda values, mean: SimpleNamespace(pvalue=values[0]))
-    found = points.holm({"a": [0.01], "b": [0.04], "c": [0.03], "d": [0.005]})
-    assert found == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02})
 
 
 def test_collect_keeps_other_points_and_averages_draws(tmp_path, monkeypatch):
