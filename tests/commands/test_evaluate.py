@@ -12,13 +12,13 @@ import torch.nn.functional as F
 import torchvision
 
 from fastsuncet import cli
-from fastsuncet.checkpoint import manager
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import Place, join
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.metrics.results import read_results
 from fastsuncet.models.resnet import build_model
 from pipelines.output import say_once
+from tests.support.checkpoints import save_model
 from tests.support.colors import write_colors
 from tests.support.runs import CONFIGS, small_config
 from tests.support.trackers import tensorboard
@@ -36,10 +36,7 @@ def folder(tmp_path_factory):
     config = small_config(folder)
     for step in (10, 20):
         model = build_model("resnet_tiny", stem=config.model.stem, seed=step)
-        ledger = {"views": 64 * step, "updates": step, "petaflops": 0.001, "seconds": 2.5}
-        meta = {"config": config.canonical(), "ledger": ledger, "world_size": 1, "images": "x"}
-        where = config.run_folder / "checkpoints"
-        manager.save(where, step, model=model.state_dict(), state={}, meta=meta, keep=9)
+        save_model(config.run_folder, config, model, step)
     torch.save(torchvision.models.resnet18(num_classes=10).state_dict(), folder / "ten.pth")
     torch.save(build_model("resnet_tiny", stem="imagenet").encoder.state_dict(), folder / "tiny.pth")
     return folder
@@ -63,7 +60,7 @@ def test_evaluate_prints_and_writes_its_number(folder, capsys, kind):
     assert lines[0].startswith(f"{kind:<9}")
     assert re.match(LABELS, lines[1])
     assert lines[2] == "images   355 for validation, each once"
-    said = re.fullmatch(r"step 20 \(SimCLR \+ SuNCEt\)  (\d+\.\d\d) %, standard error (\d\.\d\d).*", lines[3])
+    said = re.fullmatch(r"step 20 \(epoch 5, SimCLR \+ SuNCEt\)  (\d+\.\d\d) %, standard error (\d\.\d\d).*", lines[3])
     result = results(folder)[f"{kind} 20"]
     sent = tensorboard(folder / "digits_demo")["numbers"][f"results/{kind}/top1"]
     assert sent == [(20, pytest.approx(result["metrics"]["top1"]))]
@@ -72,7 +69,7 @@ def test_evaluate_prints_and_writes_its_number(folder, capsys, kind):
     assert lines[4] == f"written  {path}"
     assert result["images"] == 355
     assert result["labels"] == {"kind": "bernoulli", "fraction": 0.1, "count": 160}
-    assert result["encoder"]["ledger"]["petaflops"] == 0.001
+    assert result["encoder"]["ledger"]["petaflops"] == 0.1
     assert result["run"] == "digits_demo" and result["versions"]["torch"]
     assert result["setting"]["size"] == result["setting"]["resize"] == 16
     right = result["metrics"]["top1"] * 355

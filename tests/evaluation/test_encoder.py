@@ -16,7 +16,7 @@ from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import choose, load_encoder
 from fastsuncet.models.pretrained_weights import read_weights_of
 from fastsuncet.models.resnet import build_model
-from tests.support.checkpoints import HARMS
+from tests.support.checkpoints import HARMS, save_model
 from tests.support.runs import CONFIGS
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -40,18 +40,10 @@ def outputs(module: torch.nn.Module) -> torch.Tensor:
         return module.eval()(IMAGES)
 
 
-def save_run(folder, config, *steps, model=None) -> torch.nn.Module:
-    model = model or trained()
-    for step in steps:
-        ledger = {"views": step * 64, "updates": step, "petaflops": 0.1, "seconds": 1.5}
-        meta = {"config": config.canonical(), "ledger": ledger, "epoch": step / 4, "world_size": 1}
-        manager.save(folder / "checkpoints", step, model=model.state_dict(), state={}, meta=meta, keep=99)
-    return model
-
-
 def test_load_encoder_takes_a_run_its_checkpoints_or_one_of_them(tmp_path, config):
     """The checkpoint says which network it is; the config can be of another one."""
-    model = save_run(tmp_path, config, 10, 20)
+    model = trained()
+    save_model(tmp_path, config, model, 10, 20)
     other = load_config(CONFIGS / "in1k_10pct.yaml")
     for where in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step_00000020"):
         encoder = load_encoder(where, other)
@@ -65,14 +57,14 @@ def test_load_encoder_takes_a_run_its_checkpoints_or_one_of_them(tmp_path, confi
 
 
 def test_load_encoder_refuses_other_pixels_than_the_runs(tmp_path, config):
-    save_run(tmp_path, config, 10)
+    save_model(tmp_path, config, trained(), 10)
     other = load_config(CONFIGS / "digits_demo.yaml", ["data.augmentation.std=[0.5, 0.5, 0.5]"])
     with pytest.raises(ConfigError, match=r"10 was trained .*std=\[1,1,1\], but .*std=\[0.5,0.5,0.5\]"):
         load_encoder(tmp_path, other)
 
 
 def test_choose_lists_good_checkpoints_and_names_a_damaged_one(tmp_path, config, capsys):
-    save_run(tmp_path, config, 30, 10, 20)
+    save_model(tmp_path, config, trained(), 30, 10, 20)
     HARMS["flipped"](tmp_path / "checkpoints" / "step_00000020" / "model.safetensors")
     assert [path.name for path in choose(tmp_path, every=True)] == ["step_00000010", "step_00000030"]
     (line,) = capsys.readouterr().out.splitlines()
@@ -89,7 +81,7 @@ def test_choose_refuses_what_it_cannot_find(tmp_path, config):
             choose(where)
     with pytest.raises(ConfigError, match=r"nowhere does not exist\. An encoder is"):
         choose(tmp_path / "nowhere")
-    save_run(tmp_path, config, 10)
+    save_model(tmp_path, config, trained(), 10)
     with pytest.raises(ConfigError, match="is one checkpoint"):
         choose(tmp_path / "checkpoints" / "step_00000010", step=10)
 
@@ -102,7 +94,7 @@ def test_load_encoder_refuses_a_run_of_another_version(tmp_path, config):
 
 
 def test_load_encoder_names_the_shapes_that_do_not_fit(tmp_path, config):
-    save_run(tmp_path, config, 1, model=trained("resnet_tiny", "cifar"))
+    save_model(tmp_path, config, trained("resnet_tiny", "cifar"), 1)
     with pytest.raises(CheckpointError, match=r"conv1\.weight is \(16, 3, 3, 3\), expected \(16, 3, 7, 7\)"):
         load_encoder(tmp_path, config)
 

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from fastsuncet.checkpoint import manager
+from fastsuncet.config import Config
 from tests.support.runs import assert_equal_to_the_bit
 
 
@@ -22,6 +24,14 @@ def content(step: int, rows: int = 3) -> dict:
 
 def save(folder: Path, step: int, keep: int = 10, rows: int = 3, **changes) -> Path:
     return manager.save(folder, step, keep=keep, **content(step, rows) | changes)
+
+
+def save_model(folder: Path, config: Config, model: nn.Module, *steps: int, **more) -> None:
+    """Save a run's checkpoints of `steps`, with `model`; `more` is added to their meta.json."""
+    for step in steps:
+        ledger = {"views": 64 * step, "updates": step, "petaflops": 0.1, "seconds": 1.5}
+        meta = {"config": config.canonical(), "ledger": ledger, "epoch": step / 4, "world_size": 1, **more}
+        manager.save(folder / "checkpoints", step, model=model.state_dict(), state={}, meta=meta, keep=99)
 
 
 def assert_whole(loaded: manager.LoadedCheckpoint) -> None:

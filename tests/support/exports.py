@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from fastsuncet.checkpoint import manager
 from fastsuncet.config import load_config
 from fastsuncet.models.resnet import build_model
+from tests.support.checkpoints import save_model
 from tests.support.runs import CONFIGS
 
 IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -29,10 +29,9 @@ def save_run(folder: Path, *overrides: str, classes: int | None = None) -> torch
     words = ["model.name=resnet18", f"logging.folder={folder.parent}", *NORMALIZED, SIZE, *overrides]
     config = load_config(CONFIGS / "in1k_10pct.yaml", [*words, f"logging.write_tag={folder.name}"])
     model = built(config.model.name, config.model.stem, classes)
-    ledger = {"views": 64, "updates": 7, "petaflops": 0.1, "seconds": 1.5}
-    meta = {"config": config.canonical(), "ledger": ledger, "epoch": 1.5, "world_size": 1}
+    meta = {}
     if classes:
-        meta["classes"] = CLASSES[:classes]
-        meta["encoder"] = {"source": "a", "step": 5, "epoch": 1.0, "method": "SimCLR", "ledger": ledger}
-    manager.save(folder / "checkpoints", 7, model=model.state_dict(), state={}, meta=meta, keep=9)
+        encoder = {"source": "a", "step": 5, "epoch": 1.0, "method": "SimCLR", "ledger": {"updates": 5}}
+        meta = {"classes": CLASSES[:classes], "encoder": encoder}
+    save_model(folder, config, model, 7, **meta)
     return model
