@@ -71,7 +71,6 @@ WRONG = [
     ({"metrics": {}}, "metrics"),
     ({"metrics": {"top1": float("nan")}}, "metrics.top1: .*finite"),
     ({"images": 0}, "images: .*greater than 0"),
-    ({"encoder": None}, "encoder"),
     ({"encoder": {"step": "10"}}, "encoder.step: .*valid integer"),
     ({"labels": {"fraction": "half"}}, "labels.fraction: .*valid number"),
 ]
