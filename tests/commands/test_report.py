@@ -14,7 +14,7 @@ from PIL import Image
 from fastsuncet import versions
 from fastsuncet.cli import main
 from fastsuncet.commands import report as reports
-from fastsuncet.commands.report import figures, markdown, methods_tables, report
+from fastsuncet.commands.report import figures, methods_tables, report
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.commands.report.reading import read_runs
 from fastsuncet.config import ConfigErrors
@@ -138,10 +138,6 @@ def test_write_puts_the_legend_below_the_panels(tmp_path):
     figure.subplots().plot([0, 1], [0, 1], label="a")
     figures.write(figure, tmp_path / "one")
     assert figure.legends[0].get_window_extent().y1 < figure.axes[0].get_tightbbox().y0
-
-
-def test_table_aligns_small_numbers_too():
-    assert markdown(["a", "b"], [["x", "6.5e-05"]])[1] == "| --- | ---: |"
 
 
 def test_table_counts_the_seeds_of_its_number_where_no_checkpoint_is_common():

@@ -10,7 +10,6 @@ from PIL import Image
 
 from fastsuncet.cli import main
 from fastsuncet.commands.report import figures, page
-from fastsuncet.commands.report.figures import draw_lines
 from tests.support.reports import make_run, result, write_lines
 from tests.support.runs import Killed, kill
 
@@ -164,12 +163,6 @@ def test_page_of_a_run_that_has_not_begun_and_without_matplotlib(tmp_path, monke
     monkeypatch.setattr(page, "drawing_problem", lambda: "matplotlib is <missing>")
     text = page.write_page(run).read_text()
     assert "matplotlib is &lt;missing&gt;" in text and "peak memory, GB a process</dt><dd>-<" in text
-
-
-def test_curve_of_one_point_has_its_update_once():
-    assert draw_lines("loss", {"loss": [(8, 2.5)]}).count(">8</text>") == 1
-    two = draw_lines("loss", {"loss": [(0, 1), (40, 2)]})
-    assert all(f">{x}</text>" in two for x in (0, 10, 40))
 
 
 def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, plain, capsys):
