@@ -17,7 +17,6 @@ from fastsuncet.errors import FastSuncetError
 from fastsuncet.optim import lars_kernel
 from fastsuncet.tuning.paths import PATHS, VIEW
 from pipelines import cuda_compiler
-from pipelines.data_errors import DataError
 from tests.support.host_kernels import on_the_host
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_code
@@ -115,16 +114,6 @@ def _compute() -> None:
     while time.process_time() < 0.5:
         pass
     time.sleep(60)
-
-
-def test_run_prints_an_error_as_one_line_with_its_exit_code(capsys):
-    def wrong() -> int:
-        raise DataError("no data folder nowhere")
-
-    for main, code in ((lambda: 1, 1), (wrong, 3)):
-        with pytest.raises(SystemExit, match=f"^{code}$"):
-            harness.run(main)
-    assert capsys.readouterr().err == "error: no data folder nowhere\n"
 
 
 @pytest.fixture
