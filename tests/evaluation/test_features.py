@@ -12,7 +12,7 @@ from torch import nn
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation import features
-from fastsuncet.evaluation.features import outputs, view_size
+from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import online_knn
 from fastsuncet.evaluation.protocols import accuracy, knn, linear, npi
 from fastsuncet.models.resnet import build_model
@@ -20,11 +20,6 @@ from tests.support.colors import ALONE, MeanColor, color_config, write_colors
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks
 from tests.support.runs import small_config
-
-
-def test_view_size_is_the_papers_in_proportion():
-    assert view_size(224) == (224, 256)
-    assert view_size(32) == (32, 32), "small images are shown whole"
 
 
 def evaluate_on_rank(rank: int, world_size: int, folder: str) -> list:

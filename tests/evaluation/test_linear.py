@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fastsuncet.evaluation import linear as module
-from fastsuncet.evaluation.calibration import FOLDS, folds
+from fastsuncet.evaluation.calibration import folds
 from fastsuncet.evaluation.linear import STRENGTHS, choose_strength, fit_linear
 
 
@@ -90,14 +90,6 @@ def test_choose_strength_of_many_or_few_labels(monkeypatch):
     assert choose_strength(features, labels, 5) == 0.1
     for few in (1, 3, 5):  # no fold can tell
         assert choose_strength(features[:few], labels[:few], 5) == 1
-
-
-@pytest.mark.parametrize("n", [5, 97, 200])
-def test_folds_spread_each_class_evenly(n):
-    labels = torch.arange(n).square() % 7
-    counts = torch.zeros(7, FOLDS).index_put((labels, folds(labels)), torch.ones(n), accumulate=True)
-    assert ((counts.amax(1) - counts.amin(1)) <= 1).all()
-    assert counts.sum(0).max() - counts.sum(0).min() <= 1
 
 
 def test_choose_strength_is_shared_by_ranks(monkeypatch):
