@@ -72,6 +72,8 @@ def test_config_has_the_meaning_of_every_key():
         assert name == key
         facts = {line.split()[0]: line.split(maxsplit=1)[1:] for line in lines}
         assert list(facts) == ["meaning", "default", "allowed"] and all(facts.values()), key
+        (words,) = facts["allowed"]
+        assert not words.startswith(("<", "[")) and "Annotated" not in words, key
 
 
 def test_config_of_a_key(capsys):

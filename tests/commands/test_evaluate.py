@@ -60,7 +60,9 @@ def test_evaluate_prints_and_writes_its_number(folder, capsys, kind):
     assert lines[0].startswith(f"{kind:<9}")
     assert re.match(LABELS, lines[1])
     assert lines[2] == "images   355 for validation, each once"
-    said = re.fullmatch(r"step 20 \(epoch 5, SimCLR \+ SuNCEt\)  (\d+\.\d\d) %, standard error (\d\.\d\d).*", lines[3])
+    said = re.fullmatch(
+        r"step 20 \(epoch 5, SimCLR \+ SuNCEt\)  (\d+\.\d\d) %, standard error (\d\.\d\d).*", lines[3]
+    )
     result = results(folder)[f"{kind} 20"]
     sent = tensorboard(folder / "digits_demo")["numbers"][f"results/{kind}/top1"]
     assert sent == [(20, pytest.approx(result["metrics"]["top1"]))]
