@@ -206,9 +206,8 @@ def shared_memory() -> Finding:
     """Look at the size of /dev/shm, which NCCL needs between the GPUs of one machine."""
     import torch
 
-    size = (
-        f"{(total := shutil.disk_usage('/dev/shm').total / 1e9 if os.path.isdir('/dev/shm') else 0):,.2f} GB"
-    )
+    total = shutil.disk_usage("/dev/shm").total / 1e9 if os.path.isdir("/dev/shm") else 0
+    size = f"{total:,.2f} GB"
     # Docker's default of 64 MB is too little.
     too_small = total < 0.25 and torch.cuda.device_count() > 1
     return Finding("problem", size, "docker run --shm-size=1g") if too_small else Finding("ok", size)

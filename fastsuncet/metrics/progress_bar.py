@@ -43,10 +43,8 @@ class ProgressBar:
         self.total = total
         self._fields = {loss: (".4f", f"{loss} {{:.2f}}") for loss in losses} | FIELDS
         self._last = start, time.monotonic()  # step and time of the last record
-        self._pace, self._intervals = (
-            0.0,
-            0,
-        )  # seconds per update, smoothed over the intervals between records
+        # Seconds per update, smoothed over the intervals between records.
+        self._pace, self._intervals = 0.0, 0
         self._bar: tqdm | None = None
         self._stream = stream or sys.stderr
         batch = os.environ.get("TERM") == "dumb" or any(name in os.environ for name in BATCH)

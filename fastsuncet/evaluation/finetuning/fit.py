@@ -176,12 +176,10 @@ class FineTuning(TrainingTask[Iterator[tuple[Tensor, Tensor]]]):
         (self.images, lr), classes = sizes(config), len(train.classes)
         # At zero all classes begin equally likely (paper, appendix B). The authors' first release does not mention the
         # bias, and leaves it at torch's random initial value.
-        module, layer = (
-            encoder.module,
-            linear_layer(torch.zeros(classes, encoder.width), torch.zeros(classes)),
-        )
+        module, weight, bias = encoder.module, torch.zeros(classes, encoder.width), torch.zeros(classes)
         if frozen is not None:
-            module, layer = frozen.module, linear_layer(frozen.weight, frozen.bias)
+            module, weight, bias = frozen.module, frozen.weight, frozen.bias
+        layer = linear_layer(weight, bias)
         self.model = nn.Sequential(OrderedDict(encoder=copy.deepcopy(module), classifier=layer))
         for layer in self.model.modules() if bn_momentum is not None else ():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
