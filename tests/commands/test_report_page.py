@@ -189,7 +189,6 @@ def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, plai
     [
         (["--page"], 2, "which run? For example"),
         (["--page", "RUN", "--lengths"], 2, "--lengths belongs to a comparison of runs"),
-        (["--page", "RUN", "--paper"], 2, "--paper belongs to a comparison of runs"),
         (["--watch", "RUN", "--output", "x"], 2, "--output belongs to a comparison of runs"),
         (["--page", "gone"], 3, "gone does not exist. `fastsuncet train` makes one"),
         (["--page", "RUN"], 0, ""),
