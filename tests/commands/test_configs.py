@@ -76,7 +76,7 @@ def test_config_has_the_meaning_of_every_key():
         assert not words.startswith(("<", "[")) and "Annotated" not in words, key
 
 
-def test_config_of_a_key(capsys):
+def test_config_of_a_key_and_of_a_section(capsys):
     assert cli.main(["config", "logging.wandb"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "logging.wandb",
@@ -85,9 +85,6 @@ def test_config_of_a_key(capsys):
         "  allowed  text, not empty and without control characters, or null",
     ]
     assert "  default  none: it must be written" in describe("criterion.temperature")
-
-
-def test_config_of_a_section_lists_its_keys():
     assert [line.split()[0] for line in describe("linear")] == ["linear.strength", "linear.max_iterations"]
     assert {line.split()[0] for line in describe("")} == set(CONFIG.sections[""])
 

@@ -152,11 +152,8 @@ def test_evaluate_of_other_labels_images_or_pixels_has_another_file(folder, caps
     ("words", "code", "said"),
     [
         ("--step=7 --every-checkpoint", 2, "not allowed with argument"),
-        ("--encoder=FOLDER/tiny.pth --step=3", 2, "is one file"),
-        ("logging.write_tag=never_trained", 2, "`fastsuncet train CONFIG` makes"),
         ("data.validation=null", 2, "measured on validation images: set their folder"),
         ("--encoder=FOLDER/tiny.pth data.validation=nowhere", 3, "no data folder DATA/nowhere"),
-        ("--encoder=DATA", 5, "holds no checkpoint that can be used"),
         ("--encoder=FOLDER/tiny.pth logging.wandb=project", 2, "`pip install wandb`"),
     ],
 )

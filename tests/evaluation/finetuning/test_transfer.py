@@ -1,6 +1,5 @@
 """The grid of a transfer: its values, its shards, the choice, its table."""
 
-import math
 import re
 
 import numpy as np
@@ -27,14 +26,6 @@ def test_grid_is_the_papers_seven_by_eight():
     for values in (rates, decays[1:]):
         steps = np.diff(np.log10(values))
         assert np.allclose(steps, 0.5, atol=1e-12), "not evenly spaced in the logarithm"
-
-
-def test_weight_decay_is_divided_by_the_learning_rate():
-    by_name = {cell.name: cell for cell in cells_of()}
-    assert by_name["lr0.0001-wd0.001"].weight_decay == pytest.approx(10)
-    assert by_name["lr0.1-wd1e-06"].weight_decay == pytest.approx(1e-5)
-    assert by_name["lr0.01-wd0"].weight_decay == 0
-    assert all(math.isclose(cell.lr * cell.weight_decay, cell.decay) for cell in by_name.values())
 
 
 def test_batchnorm_momentum_is_simclrs_in_torchs_convention():
