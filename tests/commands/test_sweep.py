@@ -61,10 +61,6 @@ def write_status(folder: Path, step: int) -> None:
     (folder / "status.json").write_text(json.dumps({"state": "done", "step": step}))
 
 
-def states() -> list[str]:
-    return [job_state(job).text for run in expanded(TWO) for job in run.jobs]
-
-
 def test_sweep_trains_and_evaluates_once(capfd, monkeypatch):
     """What is done is skipped until something that its numbers depend on changes or a result is lost.
 
@@ -128,7 +124,8 @@ def test_sweep_runs_commands_in_order_and_only_once_unless_the_run_went_on(scrip
             f"{each} {run}" for run in (FIRST, SECOND) for each in ("train", "evaluate knn")
         ]
     write_status(Path("runs", FIRST), 3)
-    assert states() == ["done", "to do again: the run has gone on", "done", "done"]
+    states = [job_state(job).text for run in expanded(TWO) for job in run.jobs]
+    assert states == ["done", "to do again: the run has gone on", "done", "done"]
 
 
 @pytest.mark.parametrize(
@@ -214,42 +211,31 @@ def test_sweep_starts_no_ranks_of_a_rank(script, monkeypatch):
     assert script.ran == []
 
 
-def test_job_state_of_a_finished_run_with_other_settings_is_not_done():
-    """Training it refuses, with their names."""
-    run = expanded(TWO)[1]
-    write_status(run.folder, 2)
-    for text, state in ((run.jobs[0].config.to_yaml(), "done"), ("meta: {seed: 7}", "other settings")):
-        (run.folder / "config.yaml").write_text(text)
-        assert job_state(run.jobs[0]).text == state
-    (run.folder / "config.yaml").write_bytes(b"\xff")
-    assert job_state(run.jobs[0]).text == "other settings"
-
-
-def test_job_state_of_a_run_whose_precision_was_chosen():
-    run = expanded(TWO, "meta.precision=auto", "data.validation=2026-11-21")[0]  # a date is text
-    run.folder.mkdir(parents=True)
-    chosen = run.jobs[0].config.with_values({"meta.precision": "fp32"})
-    (run.folder / "config.yaml").write_text(chosen.to_yaml())
-    (run.folder / "status.json").write_text('{"state": "done", "step": 2}')
-    assert job_state(run.jobs[0]) == JobState(True, "done")
+STARTED, DONE = '{"state": "running", "step": 1}', '{"state": "done", "step": 2}'
 
 
 @pytest.mark.parametrize(
-    ("status", "locked", "text"),
+    ("status", "config", "locked", "text"),
     [
-        ('{"state": "running", "step": 1}', True, "running at step 1"),
-        ('{"state": "running", "step": 1}', False, "stopped at step 1"),
-        ('{"step": 1}', False, "stopped at step 1"),
-        ('{"state": "running", ', False, "to do"),
+        (STARTED, b"", True, "running at step 1"),
+        (STARTED, b"", False, "stopped at step 1"),
+        ('{"step": 1}', b"", False, "stopped at step 1"),
+        ('{"state": "running", ', b"", False, "to do"),
+        (DONE, b"", False, "done"),
+        (DONE, b"meta: {seed: 7}", False, "other settings"),  # training it refuses, with their names
+        (DONE, b"\xff", False, "other settings"),
     ],
 )
-def test_job_state_of_a_run(status, locked, text):
-    """A run that is running holds a lock; one that was killed does not."""
-    folder = expanded(TWO)[0].folder
+def test_job_state_of_a_run(status, config, locked, text):
+    """A run that is running holds a lock; one that was killed does not. Its config has the precision it has chosen."""
+    # A date is text.
+    job = expanded(TWO, "meta.precision=auto", "data.validation=2026-11-21")[0].jobs[0]
+    folder, chosen = job.config.run_folder, job.config.with_values({"meta.precision": "fp32"})
     folder.mkdir(parents=True)
     (folder / "status.json").write_text(status)
+    (folder / "config.yaml").write_bytes(config or chosen.to_yaml().encode())
     with atomic_files.exclusive(folder / ".running") if locked else contextlib.nullcontext():
-        assert states()[0] == text
+        assert job_state(job) == JobState(text == "done", text)
 
 
 # ----------------------------------------------------------------------------------------- commands as processes
@@ -262,31 +248,6 @@ def scripted(monkeypatch, code: str) -> Children:
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **options: popen(script, **options))
     return Children()
-
-
-def signal_when_ready(number: int) -> None:
-    """Signal this process once the child has made the file `ready`."""
-
-    def wait_and_signal():
-        while not Path("ready").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), number)
-
-    threading.Thread(target=wait_and_signal, daemon=True).start()
-
-
-@pytest.mark.parametrize(
-    ("code", "ends"),
-    [
-        ("sys.exit(3)", 3),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
-        ("sys.exit(0 if os.getsid(0) == os.getpid() else 3)", 0),  # its own session
-    ],
-)
-def test_children_exit_codes_without_a_signal(monkeypatch, code, ends):
-    with scripted(monkeypatch, code) as children:
-        assert children.run(["version"]) == ends
-        assert children.requested is None
 
 
 def test_children_run_this_program(capfd):
@@ -319,6 +280,9 @@ NOHUP = pytest.mark.skipif(IGNORED, reason="started under nohup, which ignores S
 @pytest.mark.parametrize(
     ("code", "number", "ends"),
     [
+        pytest.param("sys.exit(3)", None, 3, id="no-signal"),
+        pytest.param("sys.exit(os.getsid(0) != os.getpid())", None, 0, id="has-its-own-session"),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", None, 137, id="killed"),
         pytest.param(READY, signal.SIGTERM, 75, id="dies-of-the-signal"),
         pytest.param(EXIT.format("SIGTERM", 75), signal.SIGTERM, 75, id="saves"),
         pytest.param(EXIT.format("SIGTERM", 5), signal.SIGTERM, 5, id="cannot-save"),
@@ -326,12 +290,21 @@ NOHUP = pytest.mark.skipif(IGNORED, reason="started under nohup, which ignores S
         pytest.param(EXIT.format("SIGHUP", 75), signal.SIGHUP, 75, id="closed-terminal", marks=NOHUP),
     ],
 )
-def test_children_pass_signals_on(monkeypatch, code, number, ends):
+def test_children_exit_codes_and_signals(monkeypatch, code, number, ends):
+    """This process gets the signal `number` once the child has made the file `ready`, and passes it on."""
+
+    def wait_and_signal():
+        while not Path("ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
     with scripted(monkeypatch, code) as children:
-        signal_when_ready(number)
+        if number is not None:
+            threading.Thread(target=wait_and_signal, daemon=True).start()
         assert children.run(["train"]) == ends
-        assert children.requested == signal.Signals(number).name
-    os.kill(os.getpid(), number)  # a repeated signal does not change the exit code of the sweep
+        assert children.requested == (number and signal.Signals(number).name)
+    if number is not None:
+        os.kill(os.getpid(), number)  # a repeated signal does not change the exit code of the sweep
 
 
 def test_children_signal_just_before_the_start(monkeypatch):
