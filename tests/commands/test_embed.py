@@ -73,20 +73,17 @@ def test_embed_skips_bad_images(run, capsys, monkeypatch):
     np.testing.assert_array_equal(features, found["features"])
 
 
-def test_embed_continues_after_an_interruption_to_the_same_bits(run, capsys, monkeypatch):
+@pytest.mark.parametrize("harm", [None, "flipped", "empty", "missing"])
+def test_embed_continues_after_an_interruption_to_the_same_bits(run, capsys, monkeypatch, harm):
+    """It computes what was damaged again, and no more."""
     whole, calls = begin(run, monkeypatch), []
+    (block,) = Path(".features.npz.part").glob("*/00000004")
+    if harm is not None:
+        HARMS[harm](block)
     monkeypatch.setattr(command, "outputs", lambda *a, **b: calls.append(a[2][0]) or outputs(*a, **b))
     embed(run, IMAGES, OUTPUT, batch=4)
-    assert calls == [8] and "continuing after 8 of 12 images" in capsys.readouterr().out
-    np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)
-
-
-@pytest.mark.parametrize("harm", ["flipped", "half", "empty", "missing"])
-def test_embed_computes_again_what_is_damaged(run, monkeypatch, harm):
-    whole = begin(run, monkeypatch)
-    (block,) = Path(".features.npz.part").glob("*/00000004")
-    HARMS[harm](block)
-    embed(run, IMAGES, OUTPUT, batch=4)
+    assert calls == ([8] if harm is None else [4, 8])
+    assert f"continuing after {4 if harm == 'missing' else 8} of 12 images" in capsys.readouterr().out
     np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)
 
 

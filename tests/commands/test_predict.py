@@ -83,9 +83,16 @@ def test_predict_writes_probabilities_and_keeps_the_classifier(run, labels, pict
     page = Path("mine.html").read_text()
     assert "new.png" in page and "red0.png" not in page and "1 image<" in page
     labels(5)
-    assert cli.main(words(run, "fewer.csv")) == 0
+    photos = (run.parent / "photos").rename(run.parent / os.fsdecode(b"photos\xff"))
+    command = ["predict", str(run), photos.name, "--output", "fewer.csv", "--page"]
+    assert cli.main(command) == 0
     assert "15 labels of 3 classes" in capsys.readouterr().out
     assert len(list((run / "classifier").iterdir())) == 2
+    page = Path("fewer.html").read_text()
+    assert page.count('<img src="data:image/jpeg;base64,') >= 12
+    assert "% right, 95 % interval" in page and "://" not in page
+    Path("fewer.csv").unlink()
+    assert cli.main(command) == 2 and not Path("fewer.csv").exists()
 
 
 def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monkeypatch):
@@ -310,17 +317,6 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     for ours, theirs in zip(own, raw, strict=True):
         after, before = (math.log(each.probability / each.second_probability) for each in (ours, theirs))
         assert ours.label == theirs.label and after * temperature == pytest.approx(before, rel=1e-3)
-
-
-def test_predict_writes_a_page_of_a_folder_of_any_name(run):
-    photos = (run.parent / "photos").rename(run.parent / os.fsdecode(b"photos\xff"))
-    command = ["predict", str(run), photos.name, "--output", "predictions.csv", "--page"]
-    assert cli.main(command) == 0
-    page = Path("predictions.html").read_text()
-    assert page.count('<img src="data:image/jpeg;base64,') >= 12
-    assert "% right, 95 % interval" in page and "://" not in page
-    Path("predictions.csv").unlink()
-    assert cli.main(command) == 2 and not Path("predictions.csv").exists()
 
 
 def test_prediction_page_shows_the_surest_and_what_lies_between(tmp_path, picture, capsys, monkeypatch):
