@@ -60,16 +60,8 @@ def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(tmp_path, monkeypat
 
 def test_tune_tries_each_contender_on_those_that_won(tmp_path, monkeypatch):
     rungs = [("a", {"data.prefetch": 3}), ("b", {"meta.threads": 2}), ("c", {"meta.threads": 1})]
-    asked, found = (
-        [],
-        iter(
-            [
-                Verdict(base=[2.0], contender=[1.0]),
-                Verdict("other bits"),
-                Verdict(base=[1.0], contender=[1.0]),
-            ]
-        ),
-    )
+    faster, equal = Verdict(base=[2.0], contender=[1.0]), Verdict(base=[1.0], contender=[1.0])
+    asked, found = [], iter([faster, Verdict("other bits"), equal])
     monkeypatch.setattr(tune, "candidates", lambda *_: rungs)
     monkeypatch.setattr(tune.processes, "compare", lambda _, *sides: asked.append(sides[:2]) or next(found))
     assert cli.main(["tune", "digits_demo", "--output", str(tmp_path / "fast.yaml")]) == 0
