@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from PIL import Image
 
 from fastsuncet.cli import main
 from fastsuncet.evaluation.finetuning import transfer
+from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.metrics.results import read_results, write_result
 from fastsuncet.models.resnet import build_model
 from pipelines import atomic_files
@@ -78,13 +80,23 @@ def cell_folder(runs: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(top, tmp_path_factory) -> Path:
-    runs = tmp_path_factory.mktemp("whole")
-    assert run(top, runs) == 0
-    return runs
+def fits(top, tmp_path_factory) -> tuple[Path, list[tuple]]:
+    """The folder of a whole transfer; of each fit its settings, the images learned from and those that judged it."""
+    runs, patch = tmp_path_factory.mktemp("whole"), mock.patch.object
+    with patch(transfer, "FineTuning", wraps=FineTuning) as made, patch(transfer, "fit", wraps=fit) as fitted:
+        assert run(top, runs) == 0
+    calls = zip(made.mock_calls, fitted.mock_calls, strict=True)
+    return runs, [(a.args[3].finetune, a.kwargs, a.args[2].tolist(), *b.args[1:3]) for a, b in calls]
 
 
-def test_transfer_retrains_the_best_cell_and_tests_it(whole):
+@pytest.fixture(scope="module")
+def whole(fits) -> Path:
+    return fits[0]
+
+
+def test_transfer_retrains_the_best_cell_and_tests_it(fits):
+    """Cells are compared on images that they never saw."""
+    whole, (*compared, retrained) = fits
     cells = list(records_of(whole, "cell.json").values())
     (selected,) = records_of(whole, "selected.json").values()
     # Two of each of 10 classes.
@@ -92,42 +104,22 @@ def test_transfer_retrains_the_best_cell_and_tests_it(whole):
     (best,) = [cell for cell in cells if all(cell[key] == selected[key] for key in ("lr", "weight_decay"))]
     assert best["metric"] == max(cell["metric"] for cell in cells)
     assert (selected["train_images"], selected["images"]) == (100, TEST_IMAGES)
+    for settings, options, learned, index, validated in compared:
+        assert sorted([*learned, *validated]) == list(range(100)) and index is compared[0][3]
+        assert np.array_equal(validated, compared[0][4])
+        assert settings.weight_decay == pytest.approx(0.001 / settings.lr)
+        assert options["bn_momentum"] == pytest.approx(0.1)
+    assert [settings.lr for settings, *_ in compared] == [0.01, 0.1, 0.03]
+    settings, _, learned, index, tested = retrained
+    assert (settings.lr, len(index)) == (best["lr"], TEST_IMAGES)
+    assert learned == list(range(100)) and tested.tolist() == list(range(TEST_IMAGES))
     (result,) = read_results(whole / "digits_demo")
     assert result["kind"] == "transfer" and result["metrics"] == {"cifar10": selected["metric"]}
     chosen = result["chosen"]["cifar10"]
     assert (chosen["lr"], chosen["weight_decay"]) == (best["lr"], best["weight_decay"])
-    assert (result["images"], chosen["train_images"], chosen["metric"]) == (TEST_IMAGES, 100, "top-1")
+    assert (chosen["validation"], chosen["metric"]) == (best["metric"], "top-1")
+    assert (result["images"], chosen["train_images"]) == (TEST_IMAGES, 100)
     assert not list((whole / "digits_demo").rglob("fit")), "checkpoints of finished cells are left behind"
-
-
-def test_cells_are_compared_on_images_that_they_never_saw(top, tmp_path, monkeypatch):
-    calls, good = [], {0.01: 0.5, 0.1: 0.85, 0.03: 0.2}  # learning rate -> share of right answers
-
-    class FakeTask:
-        def __init__(self, encoder, train, indices, config, *_, bn_momentum, **__):
-            self.indices, self.settings, self.bn_momentum = indices, config.finetune, bn_momentum
-
-    def fake_fit(task, index, evaluated, signals, view):
-        calls.append((task, task.indices, index, evaluated))
-        truth = torch.from_numpy(index.labels[evaluated])
-        count = round(good[task.settings.lr] * len(evaluated))
-        answers = torch.where(torch.arange(len(evaluated)) < count, truth, (truth + 1) % 10)
-        return torch.nn.functional.one_hot(answers, 10).float(), None
-
-    monkeypatch.setattr(transfer, "FineTuning", FakeTask)
-    monkeypatch.setattr(transfer, "fit", fake_fit)
-    assert run(top, tmp_path) == 0
-    *cells, (best, indices, index, evaluated) = calls
-    for own, learned, where, validated in cells:
-        assert sorted([*learned, *validated]) == list(range(100)) and where is cells[0][2]
-        assert own.settings.weight_decay == pytest.approx(0.001 / own.settings.lr)
-        assert own.bn_momentum == pytest.approx(0.1)
-        assert np.array_equal(validated, cells[0][3])
-    assert (best.settings.lr, len(index)) == (0.1, TEST_IMAGES)
-    assert indices.tolist() == list(range(100)) and evaluated.tolist() == list(range(TEST_IMAGES))
-    (result,) = read_results(tmp_path / "digits_demo")
-    assert result["metrics"]["cifar10"] == pytest.approx(20 / 23)  # round(0.85 x 23)
-    assert result["chosen"]["cifar10"]["validation"] == pytest.approx(17 / 20)
 
 
 def test_finished_transfer_trains_nothing(whole, top, monkeypatch, capsys):
