@@ -16,7 +16,6 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as train_command
 from fastsuncet.commands.api import in_a_callers_process
 from fastsuncet.commands.init import survey
-from fastsuncet.config import ConfigErrors
 from fastsuncet.errors import CheckpointError, ConfigError, Preempted
 from fastsuncet.losses.suncet import suncet
 from pipelines.data_errors import DataError
@@ -143,7 +142,7 @@ def test_calls_in_two_threads_restore_what_was_before_both():
         torch.set_default_dtype(torch.float32)
 
 
-def test_train_and_embed_refuse_images_that_are_none(tmp_path):
+def test_train_refuses_images_that_are_none(tmp_path):
     config = small_config(tmp_path)
     cases: Any = (
         ([], None, "no images were given"),
@@ -160,15 +159,30 @@ def test_train_and_embed_refuse_images_that_are_none(tmp_path):
     for images, labels, said in cases:
         with pytest.raises(DataError, match=said):
             fastsuncet.train(config, images, labels)
-    with pytest.raises(ConfigError, match="pass both"):
-        fastsuncet.train(config, labels=["cat"])
-    for call in (fastsuncet.embed, fastsuncet.predict):
-        with pytest.raises(ConfigError, match="batch must be a whole number of 1 or more, not 0"):
-            call(tmp_path, tmp_path, batch=0)
-    with pytest.raises(ConfigError, match=r"count must be .* not -1"):
-        fastsuncet.suggest(tmp_path, -1)
-    with pytest.raises(ConfigError, match="pass view=Center"):
-        fastsuncet.embed(torch.nn.Conv2d(3, 3, 1), tmp_path)
+
+
+def test_public_functions_refuse_wrong_arguments(tmp_path):
+    config, file = small_config(tmp_path), tmp_path / "mine.yaml"
+    file.write_text("data: {kind: nothing}\n")
+    pool, line, number = (
+        ThreadPoolExecutor(),
+        r"mine.yaml:1: data.kind",
+        "must be a whole number of 1 or more, not",
+    )
+    cases: Any = (
+        ("pass both", lambda: fastsuncet.train(config, labels=["cat"])),
+        ("in the main thread", lambda: pool.submit(fastsuncet.train, config).result()),
+        (f"batch {number} 0", lambda: fastsuncet.embed(tmp_path, tmp_path, batch=0)),
+        (f"batch {number} 0", lambda: fastsuncet.predict(tmp_path, tmp_path, batch=0)),
+        (f"count {number} -1", lambda: fastsuncet.suggest(tmp_path, -1)),
+        ("pass view=Center", lambda: fastsuncet.embed(torch.nn.Conv2d(3, 3, 1), tmp_path)),
+        (line, lambda: fastsuncet.train(str(file))),
+        (line, lambda: fastsuncet.suggest(file)),
+        (line, lambda: fastsuncet.predict(file, tmp_path)),
+    )
+    for said, call in cases:
+        with pytest.raises(ConfigError, match=said):
+            call()
 
 
 def test_train_on_an_array_leaves_no_files_in_a_run_on_other_images(tmp_path):
@@ -177,19 +191,6 @@ def test_train_on_an_array_leaves_no_files_in_a_run_on_other_images(tmp_path):
     with pytest.raises(CheckpointError, match=r"Give the new run another logging\.write_tag"):
         fastsuncet.train(config, np.zeros((2, 8, 8, 3), np.uint8))
     assert [path.name for path in config.run_folder.iterdir()] == [manager.FOLDER]
-
-
-def test_config_files_are_taken_for_configs(tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("data: {kind: nothing}\n")
-    for use in (fastsuncet.train, fastsuncet.suggest, lambda path: fastsuncet.predict(path, tmp_path)):
-        with pytest.raises(ConfigErrors, match=r"mine.yaml:1: data.kind"):
-            use(str(file))
-
-
-def test_train_says_that_it_needs_the_main_thread(tmp_path):
-    with ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="in the main thread"):
-        pool.submit(fastsuncet.train, small_config(tmp_path)).result()
 
 
 def test_init_config_returns_or_writes_a_config(tmp_path, monkeypatch):

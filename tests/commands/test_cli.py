@@ -152,7 +152,6 @@ TWO_CONFIGS = (
     "Write a change to it as section.key=value, in quotes if it has spaces"
 )
 SETTING = "a setting is section.key=value, and CUDA_VISIBLE_DEVICES=0,1 shows a command two GPUs"
-CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +162,7 @@ CONFIG_NEEDED = "which config? For example: fastsuncet train digits_demo"
         ("data", "unknown command data; did you mean `fastsuncet data check` or `fastsuncet data pack`?", ""),
         ("evaluate", "the following arguments are required: KIND, CONFIG", "evaluate"),
         ("frobnicate", "unknown command frobnicate", ""),
-        ("train", CONFIG_NEEDED, "train"),
+        ("train", "which config? For example: fastsuncet train digits_demo", "train"),
         ("train ", "which config? For example: fastsuncet train  digits_demo", "train"),  # an empty "$CONFIG"
         ("train a.yaml b.yaml", TWO_CONFIGS, "train"),
         ("train run.yaml --dryrun", "unknown argument --dryrun; did you mean --dry-run?", "train"),

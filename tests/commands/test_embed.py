@@ -61,14 +61,15 @@ def test_embed_writes_the_features_of_the_evaluation(run, capsys):
 def test_embed_skips_bad_images(run, capsys, monkeypatch):
     """In blocks, the first of a bad one alone."""
     monkeypatch.setitem(command.SAVE_EVERY, "cpu", 1)
-    (IMAGES / "a.png").write_bytes(b"no image")
-    embed(run, IMAGES, OUTPUT, batch=1, skip_bad=True)
+    few = IMAGES / "part0"
+    (few / "a.png").write_bytes(b"no image")
+    embed(run, few, OUTPUT, batch=1, skip_bad=True)
     found, printed = np.load(OUTPUT), capsys.readouterr().out
-    assert found["files"][0] == "a.png" and len(found["files"]) == 13
+    assert found["files"][0] == "a.png" and len(found["files"]) == 7
     assert np.isnan(found["features"][0]).all() and np.isfinite(found["features"][1:]).all()
     assert "1 image that cannot be decoded; their features are NaN" in printed and "a.png: not an" in printed
-    assert "wrote features.npz: 12 images" in printed
-    names, features = fastsuncet.embed(run, IMAGES, batch=1, skip_bad=True)
+    assert "wrote features.npz: 6 images" in printed
+    names, features = fastsuncet.embed(run, few, batch=1, skip_bad=True)
     assert names == list(found["files"])
     np.testing.assert_array_equal(features, found["features"])
 

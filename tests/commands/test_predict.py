@@ -355,19 +355,6 @@ def test_thumbnail_shows_what_the_network_sees(tmp_path):
     assert shown[:35].max() < 10 and shown[45:].min() > 90 and shown[45:].max() < 110
 
 
-def test_predict_page_fits_a_phone(tmp_path, picture, browser):
-    picture(tmp_path / "a.png", "red", 0)
-    found = [Prediction("a.png", f"a class {i}", 0.6, "another", 0.3) for i in range(30)]
-    found[0] = found[0]._replace(label="\u05d0" * 200)
-    page = pages.prediction_page(found, tmp_path, ["expected     60 % right"])
-    (tmp_path / "page.html").write_text(page)
-    browser.window(390, 844)
-    browser.open(tmp_path / "page.html")
-    assert browser.run("[document.documentElement.scrollWidth, document.images.length]") == [390, 30]
-    # Written from right to left, a class leaves its probability behind it.
-    assert f"<b><bdi>{found[0].label}</bdi> 60 %</b>" in page
-
-
 def test_docs_serve_the_classes_and_probabilities_of_predict(capsys):
     """docs/export.md, as it is written: by onnxruntime alone, over HTTP."""
     for package in ("onnx", "onnxscript", "onnxruntime"):
