@@ -13,7 +13,7 @@ import torch
 from fastsuncet.checkpoint.run_folder import refuse_existing
 from fastsuncet.commands.ranks import as_stoppable_rank
 from fastsuncet.commands.train import check_before_images
-from fastsuncet.config import Config, ConfigErrors, flat
+from fastsuncet.config import Config, flat
 from fastsuncet.config.reader import as_yaml
 from fastsuncet.config.shipped import shipped
 from fastsuncet.data.dataset import open_images
@@ -134,7 +134,7 @@ def _is_open(asked: Config, config: Config, values: dict[str, Any]) -> bool:
         config.with_values(values)
         if "meta.compile" in values:
             require_compiler()
-    except (ConfigErrors, ConfigError):
+    except ConfigError:
         return False
     return bool(changed) and not any(asked.is_written(key) for key in changed)
 
