@@ -289,10 +289,6 @@ def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path, capfd):
     assert load_config(run / "config.yaml").run_folder == run
 
 
-# ---------------------------------------------------------------------------------------------------- docs/export.md
-PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text()
-
-
 @pytest.mark.slow
 def test_docs_export_page_runs_as_it_is_written(tmp_path):
     run, without_onnx = Path("runs/in1k_10pct"), importlib.util.find_spec("onnxruntime") is None
@@ -306,8 +302,8 @@ def test_docs_export_page_runs_as_it_is_written(tmp_path):
     PIL.Image.effect_noise((300, 260), 80).convert("RGB").save("photos/a.png")
     embed(run, tmp_path / "photos", tmp_path / "photos.npz")
     assert len(list((run / "export" / "safetensors").iterdir())) == 4
-    names: dict = {}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    page, names = (Path(__file__).parents[2] / "docs/export.md").read_text(), {}
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
     # test_predict.py runs those of `classify`. A smaller network takes less time.
     blocks = [block.replace("resnet50", "resnet18") for block in blocks if "classify(" not in block]
     for block in blocks:

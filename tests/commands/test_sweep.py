@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,26 +34,23 @@ FIRST, SECOND = "two-fraction0.1", "two-fraction0.5"
 def script(monkeypatch):
     """Replace the processes: note their arguments, write what a command writes, end with the next of `codes`."""
 
-    class Script:
-        def __init__(self):
-            self.ran, self.codes, self.meanwhile = [], [], lambda children: None
+    script = SimpleNamespace(ran=[], codes=[], meanwhile=lambda children: None)
 
-        def run(self, children, arguments):
-            words = 2 if arguments[0] == "evaluate" else 1
-            command, (base, *overrides) = " ".join(arguments[:words]), arguments[words:]
-            config = load_config(base, [each for each in overrides if each != "--every-checkpoint"])
-            self.ran.append(f"{command} {config.logging.write_tag}")
-            self.meanwhile(children)
-            code = self.codes.pop(0) if self.codes else 0
-            if code == 0 and command == "train":
-                write_status(config.run_folder, 2)
-            elif code == 0:
-                settings = asked(config, arguments[1])
-                result(config.run_folder, 2, 0.5, kind=arguments[1], asked=settings)
-            return code
+    def run(children, arguments):
+        words = 2 if arguments[0] == "evaluate" else 1
+        command, (base, *overrides) = " ".join(arguments[:words]), arguments[words:]
+        config = load_config(base, [each for each in overrides if each != "--every-checkpoint"])
+        script.ran.append(f"{command} {config.logging.write_tag}")
+        script.meanwhile(children)
+        code = script.codes.pop(0) if script.codes else 0
+        if code == 0 and command == "train":
+            write_status(config.run_folder, 2)
+        elif code == 0:
+            settings = asked(config, arguments[1])
+            result(config.run_folder, 2, 0.5, kind=arguments[1], asked=settings)
+        return code
 
-    script = Script()
-    monkeypatch.setattr(Children, "run", lambda self, arguments: script.run(self, arguments))
+    monkeypatch.setattr(Children, "run", run)
     return script
 
 

@@ -14,10 +14,8 @@ from fastsuncet.errors import ConfigError
 from tests.support.configs import wrong_files
 from tests.support.sweeps import DIGITS, ROOT, TWO, expanded
 
-WRONG = wrong_files(Path(__file__).parent / "wrong_sweeps.txt")
 
-
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", wrong_files(Path(__file__).parent / "wrong_sweeps.txt"))
 def test_sweep_wrong_file(case):
     digits = f"{ROOT}/configs/digits_demo.yaml"
     with pytest.raises(ConfigErrors) as refused:
