@@ -199,12 +199,14 @@ def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, labels, c
     fastsuncet.predict(run, run.parent / "photos")
     printed = capsys.readouterr().out
     assert "66.7 % right" in printed and "on 2 labels; 1 alone in their class count as wrong)" in printed
-    unlabeled = ["data.kind=images", f"data.root={run.parent / 'mine'}", "criterion.supervised_epochs=0"]
-    unlabeled += [f"{key}=null" for key in ("data.split.file", "data.train", "evaluation.knn_every_epochs")]
-    tiny = ("model.name=resnet_tiny", "data.augmentation.size=32", "data.split.kind=none")
-    save_run(run.parent / "plain", *tiny, *unlabeled, "data.split.sha256=null", "data.validation=null")
+    plain = {
+        "data.kind": "images",
+        "data.csv": None,
+        "data.split.kind": "none",
+        "criterion.supervised_epochs": 0,
+    }
     with pytest.raises(ConfigErrors, match="no image has a label"):
-        fastsuncet.predict(run.parent / "plain", run.parent / "photos")
+        fastsuncet.predict(load_encoder(run).trained.with_values(plain), run.parent / "photos")
 
 
 def test_network_whose_outputs_overflow_is_refused(run, picture, capsys):

@@ -114,6 +114,11 @@ def test_candidates_are_what_is_not_written_and_can_run_here(monkeypatch):
         plain = config.with_values({"meta.cuda_graph": False, "model.fused_batchnorm": True})
         return {key for _, values in candidates(config, plain, device) for key in values}
 
+    monkeypatch.setattr(backend, "cores", lambda: 16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    config = load_config("digits_demo")
+    counts = {values.get("data.decode_threads") for _, values in candidates(config, config, "cpu")}
+    assert counts - {None} == {1, 4, 9}  # 8 is what a process has
     assert keys(*WRITTEN, device="cpu") == {"data.prefetch"}  # the demo's own file has threads
     expected = {"meta.cuda_graph", "meta.compile", "model.fused_batchnorm"}
     assert keys() == {*expected, "data.decode_threads", "data.prefetch"}
@@ -127,14 +132,3 @@ def test_candidates_are_what_is_not_written_and_can_run_here(monkeypatch):
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     assert "meta.compile" not in keys()
-
-
-def test_candidates_of_a_slurm_task_stay_within_its_own_cores(monkeypatch):
-    """A task that is bound to its share of the node sees no other cores, and divides them by nothing."""
-    monkeypatch.setattr(backend, "cores", lambda: 8)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setenv("SLURM_CPUS_ON_NODE", "64")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    config = load_config("digits_demo")
-    counts = {values.get("data.decode_threads") for _, values in candidates(config, config, "cpu")}
-    assert counts - {None} == {1, 4, 9}  # 8 is what it has
