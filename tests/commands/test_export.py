@@ -261,7 +261,7 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path, capfd):
+def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path):
     config = small_config(tmp_path, "optimization.steps=2", "optimization.warmup=0")
     (config.run_folder / "export").parent.mkdir(parents=True)
     (config.run_folder / "export").write_text("in the way")
@@ -280,13 +280,7 @@ def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path, capfd):
     assert torch.equal(encoder.module.conv1.weight, load_encoder(config.run_folder).module.conv1.weight)
     train(config)
     assert path.stat().st_mtime_ns == stamp
-    run = config.run_folder
-    assert capfd.readouterr().out.splitlines()[-3:] == [
-        f"weights  {run}/checkpoints/step_00000002",
-        f"next     fastsuncet evaluate linear {run}/config.yaml",
-        f"         fastsuncet predict {run} FOLDER --output predictions.csv --page",
-    ]
-    assert load_config(run / "config.yaml").run_folder == run
+    assert load_config(config.run_folder / "config.yaml").run_folder == config.run_folder
 
 
 @pytest.mark.slow

@@ -74,12 +74,7 @@ def test_sweep_trains_and_evaluates_once(capfd, monkeypatch):
     assert cli.main(command) == 0
     out = capfd.readouterr().out
     assert out.count("sweep    run ") == 1
-    assert out.endswith(
-        "run              command       state\n"
-        "two-fraction0.5  train         done\n"
-        "                 evaluate knn  done\n"
-        "1 run, 2 commands: all done\n"
-    )
+    assert out.endswith("                 evaluate knn  done\n1 run, 2 commands: all done\n")
     (written_result,) = Path("runs", SECOND, "results").glob("knn-*.json")
     assert json.loads(written_result.read_text())["labels"]["fraction"] == 0.5
     started = []
