@@ -279,17 +279,13 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     assert len(every) == 18 == sum(len(left_out) for _, _, left_out in folds)
     for _, learned, left_out in folds:
         assert not learned & left_out and learned < every and left_out < every
-    printed = capsys.readouterr().out
-    assert "about 6 times as long as the network alone" in printed and "fold     5 of 5: 15 images" in printed
-    assert "of 18 labeled images, each left out once, 95 % interval" in printed
     (record,) = read_results(run)
-    assert "the encoder has learned from 18 of these labels before" in printed
-    assert record["images"] == 18 and record["setting"]["folds"] == 5
-    assert record["learned"] == 18 and cli.main(words(next((run / "finetune").iterdir()), "known.csv")) == 0
-    assert "expected     unknown: the network has learned from these labels" in capsys.readouterr().out
-    record["learned"] = 0
+    assert (record["images"], record["setting"]["folds"], record["learned"]) == (18, 5, 18)
     assert {name: of["images"] for name, of in record["classes"].items()} == dict.fromkeys(COLORS, 6)
     (folder,) = (run / "finetune").iterdir()
+    assert cli.main(words(folder, "known.csv")) == 0
+    assert "expected     unknown: the network has learned from these labels" in capsys.readouterr().out
+    record["learned"] = 0
     assert {path.name for path in (folder / "folds").iterdir()} == set("12345")
     (path,) = (run / "results").glob("*.json")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

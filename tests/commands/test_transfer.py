@@ -122,14 +122,12 @@ def test_transfer_retrains_the_best_cell_and_tests_it(fits):
     assert not list((whole / "digits_demo").rglob("fit")), "checkpoints of finished cells are left behind"
 
 
-def test_finished_transfer_trains_nothing(whole, top, monkeypatch, capsys):
+def test_finished_transfer_trains_nothing(whole, top, monkeypatch):
     monkeypatch.delattr(transfer, "fit")
     before, left = records_of(whole), cell_folder(whole) / "fit"
     left.mkdir()  # of a process killed right after it had written the cell's record
     assert run(top, whole) == 0
     assert records_of(whole) == before and not left.exists()
-    printed = capsys.readouterr().out
-    assert printed.count("    done before") == 3 and "chosen: lr" in printed and "top-1" in printed
 
 
 def watch(monkeypatch, read: int = 0, how=None) -> list[int]:
@@ -173,14 +171,10 @@ def test_transfer_stopped_anywhere_continues_to_the_bit(whole, top, tmp_path, mo
     assert ours == theirs
 
 
-def test_shards_make_one_grid_and_the_last_one_chooses(whole, top, tmp_path, capsys):
-    printed = []
+def test_shards_make_one_grid_and_the_last_one_chooses(whole, top, tmp_path):
     for number in (2, 3, 1):
         assert not read_results(tmp_path / "digits_demo")
         assert run(top, tmp_path, "--cell", f"{number}/3") == 0
-        printed.append(capsys.readouterr().out)
-    assert "2 of 3 cells are not finished" in printed[0] and "1 of 3 cells are not finished" in printed[1]
-    assert "chosen: lr" in printed[2]
     assert records_of(tmp_path) == records_of(whole)
 
 
