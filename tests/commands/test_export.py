@@ -21,13 +21,13 @@ from fastsuncet.commands import export as command
 from fastsuncet.commands.embed import embed
 from fastsuncet.commands.export import export
 from fastsuncet.config import ConfigErrors, load_config
-from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation import encoder as encoders
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.models import export_formats
 from pipelines.datasets.folders import image_tree
+from tests.support.colors import ALONE
 from tests.support.exports import CLASSES, IMAGES, save_run
 from tests.support.power_cut import intercept
 from tests.support.reports import result, write_lines
@@ -65,8 +65,7 @@ def test_export_fine_tuned_network_gives_its_logits_with_a_library_alone(tmp_pat
     assert loaded.classes == load_encoder(run).classes == tuple(CLASSES)
     for i in range(3):
         PIL.Image.effect_noise((150, 120 + 20 * i), 90).convert("RGB").save(tmp_path / f"{i}.png")
-    place = Place(0, 1, torch.device("cpu"))
-    expected = outputs(network, image_tree(tmp_path), np.arange(3), load_encoder(run).trained, place)
+    expected = outputs(network, image_tree(tmp_path), np.arange(3), load_encoder(run).trained, ALONE)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(theirs))
     assert transform.transforms[0].size == record["resize"] == 506
     images = [transform(PIL.Image.open(tmp_path / f"{i}.png").convert("RGB")) for i in range(3)]

@@ -16,6 +16,7 @@ from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.suggestions import typical
 from tests.support.exports import save_run
 from tests.support.pictures import write_image
+from tests.support.runs import TINY
 
 
 def test_typical_takes_the_center_of_each_cluster_without_a_label():
@@ -102,15 +103,13 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, capsys):
 
 @pytest.mark.slow
 def test_suggest_names_and_shows_images_that_have_no_file(tmp_path):
-    made = ("kind=synthetic", "root=null", "synthetic.images=20", "synthetic.size=8", "split.kind=bernoulli")
-    save_run(
-        tmp_path / "run",
-        "model.name=resnet_tiny",
-        *(f"data.{each}" for each in made),
+    few = (
+        "data.synthetic.images=20",
+        "data.split.kind=bernoulli",
         "data.split.file=null",
-        "data.split.fraction=0.1",
         "data.split.sha256=null",
     )
+    save_run(tmp_path / "run", "model.name=resnet_tiny", *TINY, *few)
     found = suggestions(tmp_path / "run", 2, page=True)
     assert len(set(found.names)) == 2 and found.page.count("data:image/jpeg") == 2
     assert fastsuncet.suggest(tmp_path / "run", 2) == found.names
