@@ -31,7 +31,6 @@ QUICK = (
     *("finetune.head=zero", "finetune.batch_size=64", "finetune.epochs=3", "finetune.crop_scale=[0.5,1.0]"),
 )
 LINEAR = ("finetune.head=linear", "finetune.epochs=1", "finetune.batch_size=4096", "linear.strength=0.1")
-FEW = "data.split.fraction=0.03"
 TAG = "bernoulli0.1-step_00000010"
 
 
@@ -166,7 +165,7 @@ def test_finetune_of_a_young_encoder_is_no_worse_than_the_linear_classifier(runs
 def test_finetune_stopped_ends_with_the_same_result(runs, tmp_path, monkeypatch, capsys):
     """From the linear classifier, in its last update."""
     monkeypatch.setattr(job, "LEAST_UPDATES", 4)
-    words, top = (*LINEAR, FEW), Path(shutil.copytree(runs, tmp_path / "stopped"))
+    words, top = (*LINEAR, "data.split.fraction=0.03"), Path(shutil.copytree(runs, tmp_path / "stopped"))
     assert run(runs, *words) == 0
     with interrupted_at(FineTuningStream, 3, terminate):
         assert run(top, *words) == 75

@@ -250,13 +250,3 @@ def test_machine_whose_gpu_torch_cannot_use_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # of a driver that is too old
     with pytest.raises(ConfigError, match="driver: update it"):
         survey.machine()
-
-
-@pytest.mark.parametrize("load", [63.0, 99.0])
-def test_machine_that_is_busy_is_named(monkeypatch, capsys, load):
-    """On a machine of 64 cores, all of which are counted in its load, whatever part of them a container has."""
-    monkeypatch.setattr(survey.os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(survey.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(survey, "_timed_step", lambda *_: 1e11)
-    survey.machine()
-    assert ("99 processes are running on 64 cores" in capsys.readouterr().out) == (load > 64)

@@ -263,8 +263,7 @@ def test_children_get_sigterm_when_their_parent_is_killed(monkeypatch):
 
 
 EXIT = "signal.signal(signal.{}, lambda *_: sys.exit({})); " + READY
-IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-NOHUP = pytest.mark.skipif(IGNORED, reason="started under nohup, which ignores SIGHUP")
+NOHUP = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, reason="nohup ignores SIGHUP")
 
 
 @pytest.mark.parametrize(
