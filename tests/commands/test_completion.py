@@ -17,12 +17,10 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
         ("evaluate k", ["knn"]),
         ("train in1k_10", ["in1k_10pct", "in1k_10pct_authors", "in1k_10pct_paws", "in1k_10pct_paws_small"]),
         ("train --dry", ["--dry-run", "--dry-run=step"]),
-        ("evaluate knn --every", ["--every-checkpoint"]),
         ("train run.yaml optimization.trust", ["optimization.trust_coefficient="]),
         ("export run --to t", ["torchvision", "timm"]),
         ("predict digits_d", ["digits_demo"]),
         ("data p", ["pack"]),
-        ("completion z", ["zsh"]),
         ("config optimization.trust", ["optimization.trust_coefficient"]),
     ],
 )
