@@ -164,11 +164,8 @@ def test_train_refuses_images_that_are_none(tmp_path):
 def test_public_functions_refuse_wrong_arguments(tmp_path):
     config, file = small_config(tmp_path), tmp_path / "mine.yaml"
     file.write_text("data: {kind: nothing}\n")
-    pool, line, number = (
-        ThreadPoolExecutor(),
-        r"mine.yaml:1: data.kind",
-        "must be a whole number of 1 or more, not",
-    )
+    line, number = "mine.yaml:1: data.kind", "must be a whole number of 1 or more, not"
+    pool = ThreadPoolExecutor()
     cases: Any = (
         ("pass both", lambda: fastsuncet.train(config, labels=["cat"])),
         ("in the main thread", lambda: pool.submit(fastsuncet.train, config).result()),

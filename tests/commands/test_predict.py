@@ -199,14 +199,10 @@ def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, labels, c
     fastsuncet.predict(run, run.parent / "photos")
     printed = capsys.readouterr().out
     assert "66.7 % right" in printed and "on 2 labels; 1 alone in their class count as wrong)" in printed
-    plain = {
-        "data.kind": "images",
-        "data.csv": None,
-        "data.split.kind": "none",
-        "criterion.supervised_epochs": 0,
-    }
+    plain = {"data.kind": "images", "data.csv": None, "data.split.kind": "none"}
+    plain = load_encoder(run).trained.with_values(plain | {"criterion.supervised_epochs": 0})
     with pytest.raises(ConfigErrors, match="no image has a label"):
-        fastsuncet.predict(load_encoder(run).trained.with_values(plain), run.parent / "photos")
+        fastsuncet.predict(plain, run.parent / "photos")
 
 
 def test_network_whose_outputs_overflow_is_refused(run, picture, capsys):
