@@ -27,6 +27,7 @@ def tiny_compiler(folder: Path, body: str = 'echo code > "$out"') -> Path:
     path.chmod(0o755)
     return path
 
+
 VIEWS = [Augmentation(), Center()]
 
 
