@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 @contextmanager
 def kept_switches() -> Iterator[None]:
     """Compute in float32, and restore torch's switches at the end."""
-    # Since torch 2.9 TF32 has a second switch. Where a program has used it, the first cannot be read.
-    newer = (torch.backends, cudnn, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul)
+    # TF32 has a second switch. Where a program has used it, the first cannot be read.
+    newer = (torch.backends, cudnn, cudnn.conv, cudnn.rnn, cuda.matmul)  # pyright: ignore[reportAttributeAccessIssue]
     owners = [
         *((owner, "fp32_precision") for owner in newer),
         *((cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_store
 from typing_extensions import Self
 
@@ -70,10 +70,10 @@ class Heartbeat:
     def _watch(self) -> None:
         position, since, warned, posts = None, 0.0, 0.0, {}
         exchange, first = threading.Thread(), min(60, self.timeout / 3)
-        # Here and not in the main thread: it would try for minutes where the process that holds the store is gone, and
-        # hear no stop signal.
+        # A connection of its own: a wait of the main thread would block one that threads share. It is made here: where
+        # the process that holds the store is gone, the main thread would try for minutes and hear no stop signal.
         with suppress(RuntimeError):
-            self.store = _own_connection(_get_default_store())
+            self.store = _get_default_store().clone()
         while not self._stop.wait(self.period):
             now = time.monotonic()
             if self.position != position:
@@ -151,15 +151,6 @@ class Heartbeat:
             names.append(f"rank {number} ({what})")
         more = ", and more" if len(behind) > SHOWN else ""
         return silent, f"waiting for {', '.join(names) or 'another rank'}{more}"
-
-
-def _own_connection(store: Store) -> Store:
-    """Return `store` over another connection: a wait of the main thread would block one that threads share."""
-    if hasattr(store, "clone"):
-        return store.clone()
-    while isinstance(store, PrefixStore):  # torch 2.6
-        store = store.underlying_store
-    return TCPStore(store.host, store.port, wait_for_workers=False) if isinstance(store, TCPStore) else store
 
 
 def end_hung(error: FastSuncetError, record: Callable[[], object]) -> None:

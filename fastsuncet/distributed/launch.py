@@ -4,12 +4,10 @@ torchrun's command line turns every failure into exit code 1. The agent that is 
 the first rank that left with a reason: it tells a scheduler to requeue the job (75) or never to retry it (2).
 """
 
-import inspect
 import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -41,9 +39,6 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     # torchrun's own default, without its warning: as many OpenMP threads as cores in every rank would slow all of them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    handled: dict[str, Any] = {"signals_to_handle": "SIGINT,SIGQUIT"}
-    if "signals_to_handle" not in inspect.signature(LaunchConfig).parameters:
-        handled = {}  # before torch 2.9 the agent sets its own handlers, and a repeated SIGTERM ends its wait
     config = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -55,7 +50,7 @@ def start_ranks(arguments: list[str], status: Path) -> int:
         rdzv_configs={"read_timeout": MEET},
         max_restarts=0,
         monitor_interval=0.5,
-        **handled,
+        signals_to_handle="SIGINT,SIGQUIT",
     )
     python, *words = cli_command()
     # The agent would raise for each repeated SIGTERM, die of SIGUSR1, and hear a SIGHUP that its ranks ignore.

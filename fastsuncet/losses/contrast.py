@@ -238,9 +238,8 @@ def uses_tf32(factor: Tensor) -> bool:
     """Return whether products with `factor` run in TF32 now."""
     if not factor.is_cuda or factor.dtype != torch.float32:
         return False
-    # The switch has a new name since torch 2.9. Where a program has used it, the old one cannot be read.
-    switch = torch.backends.cuda.matmul
-    return switch.fp32_precision == "tf32" if hasattr(switch, "fp32_precision") else bool(switch.allow_tf32)
+    # Where a program has used this name of the switch, the older one, allow_tf32, cannot be read.
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def rounded_to_tf32(x: Tensor) -> Tensor:

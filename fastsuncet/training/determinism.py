@@ -9,10 +9,9 @@ from torch.utils import deterministic
 from fastsuncet.config import Config
 from fastsuncet.distributed.collectives import gather_json
 from fastsuncet.distributed.place import Place
-from fastsuncet.errors import ConfigError
 
-# Inductor's switches, which older torch has not, for one untimed configuration of each reduction under deterministic
-# algorithms, and for no timing at all. torch turns the second on together with deterministic algorithms.
+# Inductor's switches for one untimed configuration of each reduction under deterministic algorithms, and for no timing
+# at all. torch turns the second on together with deterministic algorithms.
 UNTIMED = ("write_are_deterministic_algorithms_enabled", "deterministic")
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -20,8 +19,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float
 def set_determinism(config: Config, place: Place) -> None:
     """Make a step a function of its inputs, down to the bit, on one kind of machine (docs/design.md, fast paths).
 
-    TF32 is off, which would compute "fp32" in 10 bits. Raises ConfigError where this torch's Inductor cannot be kept
-    from choosing kernels by timing.
+    TF32 is off, which would compute "fp32" in 10 bits.
     """
     if config.meta.threads is not None:
         torch.set_num_threads(config.meta.threads)
@@ -30,9 +28,8 @@ def set_determinism(config: Config, place: Place) -> None:
     cudnn.benchmark = autotune
     cudnn.deterministic = exact
     torch.set_float32_matmul_precision("highest")  # NVIDIA's images lower it by an environment variable
-    if hasattr(cudnn, "fp32_precision"):
-        # Since torch 2.9 convolutions inherit from here what a program has set, whatever the older switch says.
-        cudnn.fp32_precision = "ieee"
+    # Convolutions inherit from here what a program has set, whatever the older switch says.
+    cudnn.fp32_precision = "ieee"
     cudnn.allow_tf32 = False
     if place.device.type == "cuda":
         # cuBLAS reads it when it starts, so it must be set before the first product.
@@ -46,14 +43,8 @@ def set_determinism(config: Config, place: Place) -> None:
         if config.meta.compile:
             from torch._inductor import config as inductor  # slow to import, and only now needed
 
-            found = [name for name in UNTIMED if hasattr(inductor, name)]
-            for name in found:
+            for name in UNTIMED:
                 setattr(inductor, name, not autotune)
-            if not found and not autotune:
-                raise ConfigError(
-                    f"meta.compile chooses kernels by timing with torch {torch.__version__}, so a restart can end in "
-                    "other bits. Install a newer torch, or set meta.autotune=true"
-                )
 
 
 def native_precision(device: torch.device) -> tuple[str, str]:

@@ -25,9 +25,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-from packaging.version import Version
-
 from fastsuncet.config import Arithmetic, Config, flat
 from fastsuncet.config.schema import TIMM
 from fastsuncet.distributed.collectives import any_rank, broadcast_json, gather_json
@@ -241,30 +238,25 @@ def describe(config: Config, paths: Paths) -> str:
 
 
 def check_int32(config: Config, arithmetic: Arithmetic, paths: Paths) -> None:
-    """Raise ConfigError for activations that a layer of torch's cannot index in channels-last memory on a GPU.
+    """Raise ConfigError for activations that torch's BatchNorm cannot index in channels-last memory on a GPU.
 
     `config` is `resolved` with these paths.
     """
-    layer, fix = "BatchNorm", "Use"
-    if config.model.fused_batchnorm is True and paths.get("norm.cu", "not proven") is None:
-        # pytorch#165374. Before it, the pooling reads other memory and does not notice.
-        if config.model.stem != "imagenet" or Version(torch.__version__).release >= (2, 10):
-            return
-        layer, fix = "max-pooling", "Install torch 2.10, use"
-    if config.meta.channels_last:
-        fix += " more GPUs, a smaller batch or criterion.micro_batch"
-        require_int32("criterion.unsupervised_batch_size", trials.norm_shapes(config, arithmetic), fix, layer)
+    fused = config.model.fused_batchnorm is True and paths.get("norm.cu", "not proven") is None
+    if config.meta.channels_last and not fused:
+        fix = "Use more GPUs, a smaller batch or criterion.micro_batch"
+        require_int32("criterion.unsupervised_batch_size", trials.norm_shapes(config, arithmetic), fix)
 
 
-def require_int32(key: str, shapes: Iterable[tuple[int, ...]], fix: str, layer: str = "BatchNorm") -> None:
-    """Raise ConfigError for the largest of channels-last `shapes` if torch's `layer` cannot count it in 32 bits."""
+def require_int32(key: str, shapes: Iterable[tuple[int, ...]], fix: str) -> None:
+    """Raise ConfigError for the largest of channels-last `shapes` if torch's BatchNorm cannot count it in 32 bits."""
     largest = max(shapes, key=math.prod, default=(0,))
     count = math.prod(largest)
     if count > INT32:
         most = INT32 // (count // largest[0])
         raise ConfigError(
-            f"{key}: each process has {largest[0]:,} views at a time, and {layer} sees {tuple(largest)} activations. "
-            f"torch's channels-last {layer} counts them in 32 bits, so a process can have {most:,} views at most. "
+            f"{key}: each process has {largest[0]:,} views at a time, and BatchNorm sees {tuple(largest)} activations. "
+            f"torch's channels-last BatchNorm counts them in 32 bits, so a process can have {most:,} views at most. "
             f"{fix}, or set meta.channels_last=false."
         )
 

@@ -59,7 +59,7 @@ def test_heartbeat_names_a_rank_that_posts_no_longer(hearts):
 
 def test_heartbeat_ends_with_rank_0_where_its_process_held_the_store(hearts, monkeypatch):
     lost = SimpleNamespace(set=mock.Mock(side_effect=dist.DistNetworkError("Connection reset by peer")))
-    monkeypatch.setattr(heartbeat, "_own_connection", lambda store: lost)
+    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: SimpleNamespace(clone=lambda: lost))
     one, _, ended = hearts[1]
     with one:
         wait_for_end(ended)
@@ -69,7 +69,7 @@ def test_heartbeat_ends_with_rank_0_where_its_process_held_the_store(hearts, mon
 def test_heartbeat_names_the_process_that_holds_the_store_and_is_stopped(hearts, monkeypatch):
     answer = threading.Event()
     stopped = SimpleNamespace(set=lambda *_: answer.wait())
-    monkeypatch.setattr(heartbeat, "_own_connection", lambda store: stopped)
+    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: SimpleNamespace(clone=lambda: stopped))
     one, said, ended = hearts[1]
     with one:
         wait_for_end(ended)
@@ -98,12 +98,12 @@ def test_heartbeat_of_ranks_that_make_steps_says_nothing(hearts):
 def test_heartbeat_begins_at_once_where_the_store_is_gone(monkeypatch):
     """kill -9 of the agent while its ranks start: torch tries to connect for minutes, and they must hear a SIGTERM."""
     connecting, given_up = [], threading.Event()
-    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: None)
-    monkeypatch.setattr(
-        heartbeat,
-        "_own_connection",
-        lambda store: connecting.append(threading.current_thread()) or given_up.wait(60),
-    )
+
+    def clone():
+        connecting.append(threading.current_thread())
+        given_up.wait(60)
+
+    monkeypatch.setattr(heartbeat, "_get_default_store", lambda: SimpleNamespace(clone=clone))
     monkeypatch.setattr(heartbeat, "world_size", lambda: 2)
     monkeypatch.setattr(Heartbeat, "period", 0.1)
     with Heartbeat(60.0, print, print) as heart:

@@ -1,6 +1,5 @@
 """Which fast paths a run uses, and why: by the table, kept verdicts, and those of children, which are stubs here."""
 
-import contextlib
 import os
 import re
 from dataclasses import replace
@@ -8,8 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 
 from fastsuncet.config import ConfigErrors
 from fastsuncet.distributed.place import Place
@@ -216,19 +213,6 @@ def test_batch_that_overflows_batchnorms_index_is_refused():
     for each, found in ((config, {}), (fused, {"norm.cu": "no NVRTC"})):
         with pytest.raises(ConfigError, match=r"2,676 views at a time.*\(2676, 64, 112, 112\).*2,674 views"):
             paths.check_int32(each, many, found)
-
-
-@pytest.mark.parametrize(
-    ("version", "stem", "refused"),  # torch orders a nightly before its release
-    [("2.9.1+cu128", "imagenet", True), ("2.9.1", "cifar", False), ("2.10.0.dev20260101", "imagenet", False)],
-)
-def test_batch_that_overflows_max_poolings_index_is_refused(monkeypatch, version, stem, refused):
-    """Older torch reads other memory there, where the kernels have taken BatchNorm's place."""
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    config, sizes = paper(1, *SIMCLR, "model.fused_batchnorm=true", f"model.stem={stem}")
-    error = pytest.raises(ConfigError, match=r"max-pooling sees \(2676, 64, 112, 112\).*Install torch 2\.10")
-    with error if refused else contextlib.nullcontext():
-        paths.check_int32(config, replace(sizes, local_unlabeled=1338), {"norm.cu": None})
 
 
 def test_step_that_no_card_holds_is_refused_before_any_trial(monkeypatch, tmp_path):
