@@ -276,6 +276,6 @@ def test_apex_is_not_installed_and_only_its_kernels_are_imported():
     for name in ("pyproject.toml", "constraints.txt", "Dockerfile", "tools/docker_install.sh", "Makefile"):
         assert not re.search(r"\binstall\b.*\bapex\b|^\s*\"?apex\b", (ROOT / name).read_text(), re.M), name
     for path in [*(ROOT / "fastsuncet").rglob("*.py"), *(ROOT / "pipelines").rglob("*.py")]:
-        code = path.read_text()
+        code = path.read_text("utf-8")
         loads = re.findall(r"^ *(?:import|from) apex|import_module\(\"(?:apex|amp_C)[^)]*", code, re.M)
         assert loads == (['import_module("amp_C"'] if path.name == "lars_kernel.py" else []), path

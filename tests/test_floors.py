@@ -50,7 +50,7 @@ def folder_of(module: str) -> str:
 def imports(path: Path) -> set[str]:
     """Return the modules of this project that a file imports, wherever in the file."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

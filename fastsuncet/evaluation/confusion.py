@@ -85,7 +85,7 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
             matrix.text(at, row, f"{images:,}", ha="center", va="center", color=color, fontsize=10)
     text.set_axis_off()
     lines = "\n".join(_most_confused(classes))
-    style = {"va": "top", "family": ["monospace", "sans-serif"], "fontsize": 9, "parse_math": False}
+    style = {"va": "top", "family": ["monospace", "sans-serif"], "fontsize": 8.5, "parse_math": False}
     # Out of the layout, which would else make both sides wider than the picture and cut the names below the matrix.
     text.text(0, 1, lines, **style, transform=text.transAxes).set_in_layout(False)
     figure.suptitle(title, fontsize=13, parse_math=False)

@@ -1,6 +1,7 @@
 """Compiled code on disk: for its owner alone, whatever the umask, and executed only if nobody else could write it."""
 
 import os
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -49,10 +50,10 @@ def test_read_gives_no_code_of_another_user(tmp_path, monkeypatch, name):
         theirs = tmp_path / "theirs"
         path.rename(theirs)
         path.symlink_to(theirs)
-    real = os.stat
+    real = Path.stat
     stat = real(theirs)
     owned = os.stat_result((*stat[:4], 12_345, *stat[5:]))
-    monkeypatch.setattr(os, "stat", lambda p, **k: owned if real(p, **k) == stat else real(p, **k))
+    monkeypatch.setattr(Path, "stat", lambda p, **k: owned if real(p, **k) == stat else real(p, **k))
     assert code_cache.read(path) is None
 
 
