@@ -184,7 +184,7 @@ def fast_paths() -> Finding:
     """Say which fast paths a run tries on this machine, and what it lacks for the others."""
     import torch
 
-    from fastsuncet.tuning.paths import PATHS
+    from fastsuncet.tuning.fast_paths import PATHS
 
     if not torch.cuda.is_available():
         return Finding("absent", "PyTorch's operators, as on any CPU")

@@ -87,7 +87,7 @@ def require_norm(config: Config, place: Place, encoder: Encoder) -> None:
         )
         raise config.error("finetune.batch_size", text)
     if place.on_gpu and config.meta.channels_last:
-        from fastsuncet.tuning import paths  # and with it every kernel
+        from fastsuncet.tuning import fast_paths  # and with it every kernel
 
         fix = "Set finetune.accumulate, use more GPUs or a smaller batch"
-        paths.require_int32("finetune.batch_size", cost.norm_shapes(images), fix)
+        fast_paths.require_int32("finetune.batch_size", cost.norm_shapes(images), fix)

@@ -110,12 +110,12 @@ def start(
     meta = on_rank_0(place, lambda: manager.newest_meta(folder / manager.FOLDER)) or {}
     chosen, speed = {}, speed_on_cpu(config)
     if place.on_gpu:
-        from fastsuncet.tuning import paths  # and with it every kernel
+        from fastsuncet.tuning import fast_paths  # and with it every kernel
 
         per_class = images.split.per_class.tolist()
-        chosen = paths.choose(config, arithmetic, place, per_class, meta.get("paths", {}), stopped)
-        config = paths.resolved(config, chosen)
-        speed = paths.describe(config, chosen)
+        chosen = fast_paths.choose(config, arithmetic, place, per_class, meta.get("paths", {}), stopped)
+        config = fast_paths.resolved(config, chosen)
+        speed = fast_paths.describe(config, chosen)
     stream = PairedStream(config, images.train, images.split.indices, arithmetic, place)
     task = Pretraining(config, place, arithmetic, stream, images, evaluate, chosen)
     trainer = Trainer(task, place, folder, open_energy_meter(place.device))

@@ -21,7 +21,7 @@ from fastsuncet.distributed.collectives import any_rank, broadcast_json
 from fastsuncet.distributed.ddp import require_compiler
 from fastsuncet.errors import ConfigError, Preempted
 from fastsuncet.training.summary import device_name
-from fastsuncet.tuning import paths, processes
+from fastsuncet.tuning import fast_paths, processes
 from fastsuncet.tuning.verdicts import Verdict
 from pipelines.backend import MOST, cores_of_process, decode_threads
 from pipelines.output import say_line
@@ -54,8 +54,8 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
         arithmetic = config.resolve(place.world_size, *images.counts())
         per_class = images.split.per_class.tolist()
         ends = time.monotonic() + 60 * minutes
-        chosen = paths.choose(plain, arithmetic, place, per_class, {}, stopped)
-        plain = paths.resolved(plain, chosen)
+        chosen = fast_paths.choose(plain, arithmetic, place, per_class, {}, stopped)
+        plain = fast_paths.resolved(plain, chosen)
         request = processes.request_of(plain, arithmetic, per_class, chosen)
         rungs = candidates(config, plain, place.device.type)
 
@@ -63,7 +63,7 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
             if place.first:
                 say_line(text)
 
-        say(f"speed    {paths.describe(plain, chosen)}")
+        say(f"speed    {fast_paths.describe(plain, chosen)}")
         say(f"contenders: {len(rungs)}, at most {minutes:g} minutes: {', '.join(name for name, _ in rungs)}")
         found: list[Tried] = []
         base: dict[str, Any] = {}

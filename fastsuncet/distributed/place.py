@@ -46,7 +46,7 @@ class Place:
 
     @property
     def on_gpu(self) -> bool:
-        """True where this rank computes on a GPU, and can have fast paths (tuning/paths.py)."""
+        """True where this rank computes on a GPU, and can have fast paths (tuning/fast_paths.py)."""
         return self.device.type == "cuda"
 
 

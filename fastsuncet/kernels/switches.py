@@ -1,5 +1,5 @@
-"""Hold for each kernel and device whether it is used. In a run `fastsuncet/tuning/paths.py` decides (`switch`); in a
-program without one, the first call compares the kernel with its twin and decides.
+"""Hold for each kernel and device whether it is used. In a run tuning/fast_paths.py decides (`switch`); in a program
+without one, the first call compares the kernel with its twin and decides.
 
 A kernel that was compiled and tested elsewhere meets a GPU, a driver and a torch version that were never tried
 together. A wrong kernel is reported and not used.

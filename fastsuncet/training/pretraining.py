@@ -127,7 +127,7 @@ class Pretraining(TrainingTask[Batch]):
         images: Images,
         # `online_knn`, None where the config asks for none: this folder imports nothing of evaluation
         evaluate_online: Callable[..., dict[str, float]] | None,
-        paths: Mapping[str, str | None],  # fast path -> why it is off, None if on (tuning.paths)
+        paths: Mapping[str, str | None],  # fast path -> why it is off, None if on (tuning.fast_paths)
     ):
         self.config, self.place, self.arithmetic = config, place, arithmetic
         self.stream, self.images, self.evaluate_online, self.paths = stream, images, evaluate_online, paths

@@ -157,7 +157,7 @@ def check_memory(config: Config, arithmetic: Arithmetic, memory: int) -> None:
 
 
 def speed_on_cpu(config: Config) -> str:
-    """Return the summary's line on fast paths of a run on a CPU, which has none (tuning/paths.py)."""
+    """Return the summary's line on fast paths of a run on a CPU, which has none (tuning/fast_paths.py)."""
     without = "; model.fused_batchnorm has no effect here" if config.model.fused_batchnorm is True else ""
     return f"PyTorch's operators, as on any CPU{without}"
 

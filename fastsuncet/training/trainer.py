@@ -4,9 +4,9 @@ A run that was stopped ends with the bits of one that was not. A step is a pure 
 the weights: so are its images (pipelines/loader.py) and its rate (optim/lr_schedule.py), and the network draws no
 random number. Everything else `Trainer.save` writes and `Trainer.restore` reads: weights, momentum, the scaler, the
 sums of the metrics interval, the ledger, and what the task adds (`Pretraining.state`). Another experiment is refused
-(`check_resume_compatible`), and kernels are those that the checkpoint names (tuning/paths.py). The loop reads from the
-device at a metrics line, a save and an evaluation alone, and with `plateau` once an epoch. Metrics lines of steps after
-the checkpoint are set aside (metrics/writer.py). distributed/signals.py has the road of a stop signal.
+(`check_resume_compatible`), and kernels are those that the checkpoint names (tuning/fast_paths.py). The loop reads from
+the device at a metrics line, a save and an evaluation alone, and with `plateau` once an epoch. Metrics lines of steps
+after the checkpoint are set aside (metrics/writer.py). distributed/signals.py has the road of a stop signal.
 """
 
 from collections.abc import Mapping

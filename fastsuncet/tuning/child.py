@@ -31,7 +31,7 @@ from fastsuncet.kernels import switches
 from fastsuncet.training.cuda_graph import WARMUP, WARMUP_IN_DDP, GraphedStep, tensors
 from fastsuncet.training.determinism import PRECISIONS, set_determinism
 from fastsuncet.training.step import build, train_step
-from fastsuncet.tuning.paths import PATHS
+from fastsuncet.tuning.fast_paths import PATHS
 from fastsuncet.tuning.trials import seconds, try_kernel
 from fastsuncet.tuning.verdicts import Verdict
 from pipelines.backend import NO_MEMORY

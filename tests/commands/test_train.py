@@ -15,7 +15,6 @@ from fastsuncet.config import load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.optim import LARS
 from fastsuncet.training import step
-from fastsuncet.tuning import paths
 from tests.support.runs import SMALL, tiny_config
 from tests.support.runs import train as run
 
@@ -37,7 +36,7 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
         return {"x.cu": None, "y.cu": "slower"}
 
     monkeypatch.setattr(Place, "on_gpu", True)
-    monkeypatch.setattr(paths, "choose", choose)
+    monkeypatch.setattr(fast_paths, "choose", choose)
     # The graph of colors by DALI's operators takes a second of each run.
     config = tiny_config(tmp_path, "optimization.steps=2", "optimization.warmup=0", PLAIN_COLORS)
     run(config)
@@ -124,7 +123,7 @@ early |= {"fastsuncet.commands.export", "fastsuncet.evaluation"} & set(sys.modul
 from fastsuncet import cli
 assert cli.main(sys.argv[1:]) == 0
 read = sorted(path for path in seen if not os.path.isdir(path))
-from fastsuncet.tuning.paths import PATHS
+from fastsuncet.tuning.fast_paths import PATHS
 from tests.support.pretended import paper
 assert PATHS["norm.cu"].excluded(*paper(1)) is None
 print("\\n" + json.dumps([sorted(early), sorted({"torch._dynamo", "sympy"} & set(sys.modules)), read]))

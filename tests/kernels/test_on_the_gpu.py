@@ -15,7 +15,7 @@ from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, parameter_groups
 from fastsuncet.training.cuda_graph import capture_on_device
 from fastsuncet.training.multi_view_model import PiecewiseModel
-from fastsuncet.tuning.paths import PATHS
+from fastsuncet.tuning.fast_paths import PATHS
 from fastsuncet.tuning.trials import try_kernel
 from tests.support import dense_losses
 from tests.support.dense_losses import gradient

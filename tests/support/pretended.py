@@ -9,7 +9,7 @@ from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.kernels import switches
 from fastsuncet.optim import lars_kernel
 from fastsuncet.tuning import processes, verdicts
-from fastsuncet.tuning.paths import GRAPH
+from fastsuncet.tuning.fast_paths import GRAPH
 from fastsuncet.tuning.verdicts import Verdict, judge
 from pipelines import cuda_compiler
 from pipelines.dali.view_operator import use

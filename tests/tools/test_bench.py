@@ -14,7 +14,7 @@ import torch
 from fastsuncet import load_config, nt_xent
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
-from fastsuncet.tuning.paths import PATHS, VIEW
+from fastsuncet.tuning.fast_paths import PATHS, VIEW
 from pipelines import cuda_compiler
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_code

@@ -26,7 +26,7 @@ from fastsuncet.models.resnet import build_model
 from fastsuncet.training.cuda_graph import WARMUP, GraphedStep, first_message
 from fastsuncet.training.determinism import PRECISIONS, resolve_precision, set_determinism
 from fastsuncet.training.step import build, train_step
-from fastsuncet.tuning.paths import PATHS, resolved
+from fastsuncet.tuning.fast_paths import PATHS, resolved
 from tools.bench import harness
 from tools.bench.harness import Call, ratios, spread
 

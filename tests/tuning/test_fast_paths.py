@@ -13,8 +13,8 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.kernels import switches
 from fastsuncet.optim import lars_kernel
-from fastsuncet.tuning import paths, processes, verdicts
-from fastsuncet.tuning.paths import APEX, GRAPH, GRAPH_VIEWS, PATHS, STAYS_OFF, VIEW, describe, resolved
+from fastsuncet.tuning import fast_paths, processes, verdicts
+from fastsuncet.tuning.fast_paths import APEX, GRAPH, GRAPH_VIEWS, PATHS, STAYS_OFF, VIEW, describe, resolved
 from fastsuncet.tuning.verdicts import Verdict
 from pipelines import cuda_compiler
 from pipelines.dali.view_operator import use
@@ -34,10 +34,10 @@ def _one_machine(tmp_path, monkeypatch):
 
 
 def choose(config, arithmetic, before=None):
-    return paths.choose(config, arithmetic, Place(0, 1, CARD), [128] * 1000, before or {})
+    return fast_paths.choose(config, arithmetic, Place(0, 1, CARD), [128] * 1000, before or {})
 
 
-def used(found: paths.Paths) -> list[str]:
+def used(found: fast_paths.Paths) -> list[str]:
     assert list(found) == list(PATHS)
     return [path for path, reason in found.items() if reason is None]
 
@@ -127,7 +127,7 @@ def test_kernels_that_hang_leave_time_for_the_others(monkeypatch, timeout, secon
     children = Children(monkeypatch, lars_cu="SIGKILL", contrast_cu="SIGKILL", norm_cu="SIGKILL")
     allowed = []
     monkeypatch.setattr(processes, "limited", lambda seconds, stopped: allowed.append(seconds))
-    monkeypatch.setattr(paths, "time", SimpleNamespace(monotonic=lambda: sum(allowed)), raising=False)
+    monkeypatch.setattr(fast_paths, "time", SimpleNamespace(monotonic=lambda: sum(allowed)), raising=False)
     choose(*paper(64, NO_GRAPH, f"meta.timeout={timeout}"))
     assert children.tried == [KERNELS, KERNELS[1:], KERNELS[2:]] and allowed == seconds
 
@@ -208,11 +208,11 @@ def test_batch_that_overflows_batchnorms_index_is_refused():
     fused = config.with_values({"model.fused_batchnorm": True})
     without = config.with_values({"model.name": "timm/test_vit"})
     for fits in ((config, few, {}), (fused, many, {"norm.cu": None}), (without, many, {})):
-        paths.check_int32(*fits)
+        fast_paths.check_int32(*fits)
     # torch's takes the place of kernels that are not used.
     for each, found in ((config, {}), (fused, {"norm.cu": "no NVRTC"})):
         with pytest.raises(ConfigError, match=r"2,676 views at a time.*\(2676, 64, 112, 112\).*2,674 views"):
-            paths.check_int32(each, many, found)
+            fast_paths.check_int32(each, many, found)
 
 
 def test_step_that_no_card_holds_is_refused_before_any_trial(monkeypatch, tmp_path):
@@ -263,14 +263,14 @@ def choose_on_a_rank(rank, world_size, folder):
             if cards[rank] == "c":
                 patch.setattr(cuda_compiler, "unavailable", lambda: "no NVRTC")
             children = Children(patch, **({"lars_cu": SLOW} if cards[rank] == "b" else {}))
-            chosen = paths.choose(*paper(32 * world_size, NO_GRAPH), place, [128] * 1000, {})
+            chosen = fast_paths.choose(*paper(32 * world_size, NO_GRAPH), place, [128] * 1000, {})
             found[cards] = len(children.tried), chosen["lars.cu"], switches._reasons["lars.cu", CARD]
     # A written graph whose trial is ended by a signal to rank 1.
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch, Path(folder))
         Children(patch, {"problem": "was stopped, or took too long", "final": False})
         run = paper(world_size * 32, "meta.cuda_graph=true")
-        found["stopped"] = paths.choose(*run, place, [128] * 1000, {}, lambda: rank == 1)[GRAPH]
+        found["stopped"] = fast_paths.choose(*run, place, [128] * 1000, {}, lambda: rank == 1)[GRAPH]
     return found
 
 
@@ -284,7 +284,7 @@ def test_kernel_that_one_rank_cannot_use_is_used_by_none(tmp_path):
 
 @pytest.mark.parametrize("reason", [None, "other pixels"])
 def test_view_operator_is_on_if_it_passed(monkeypatch, reason):
-    monkeypatch.setattr(paths, "dali_problem", lambda: None)
+    monkeypatch.setattr(fast_paths, "dali_problem", lambda: None)
     monkeypatch.setattr(use, "state", lambda: ["library", None])
     Children(monkeypatch, view_cu=Verdict(reason))
     config, sizes = paper(64, NO_GRAPH, "data.view_operator=auto")
