@@ -26,7 +26,7 @@ def as_rank(
     them, and SystemExit is raised with the exit code of that job; None: this process is a rank in any case. `status` is
     the file that tells a saved run from a killed one after a signal (`launch.start_ranks`).
 
-    Raises as `join` and `set_determinism`, and ConfigError on every rank for different configs, versions or sources.
+    Raises as `join`, and ConfigError on every rank for different configs, versions or sources.
     """
     if arguments is not None and should_start_ranks(config.meta.device):
         from fastsuncet.distributed.launch import start_ranks

@@ -36,18 +36,8 @@ NVRTC_OPTIONS = ("--std=c++17", "--fmad=false")
 WIDEST_BLUR = 65  # pixels, on a GPU: kWidest of pixel.h on each side
 # The settings of a view that it knows.
 KNOWN = (
-    *(
-        "size",
-        "crop_scale",
-        "crop_ratio",
-        "flip",
-        "jitter",
-        "strength",
-        "brightness",
-        "contrast",
-        "saturation",
-    ),
-    *("hue", "color_order", "gray", "blur", "blur_sigma", "blur_window", "mean", "std"),
+    *("size", "crop_scale", "crop_ratio", "flip", "jitter", "strength", "brightness", "contrast"),
+    *("saturation", "hue", "color_order", "gray", "blur", "blur_sigma", "blur_window", "mean", "std"),
 )
 
 
