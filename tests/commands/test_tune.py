@@ -51,9 +51,9 @@ def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(tmp_path, monkeypat
     words = ["tune", "digits_demo", *WRITTEN, "--minutes", "1", "--output", str(tmp_path / "fast.yaml")]
     monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
     monkeypatch.setattr(tune.processes, "compare", lambda *_: pytest.fail("a contender is tried"))
-    monkeypatch.setattr(tune.paths, "choose", lambda *_: signal.raise_signal(signal.SIGTERM) or {})
+    monkeypatch.setattr(tune.fast_paths, "choose", lambda *_: signal.raise_signal(signal.SIGTERM) or {})
     assert cli.main(words) == json.loads(status.read_text())["exit_code"] == 75
-    monkeypatch.setattr(tune.paths, "choose", lambda *_: clock.append(61.0) or {})
+    monkeypatch.setattr(tune.fast_paths, "choose", lambda *_: clock.append(61.0) or {})
     assert cli.main(words) == 0 and not status.exists()
     assert "not tried: no time left" in capsys.readouterr().out
 
