@@ -113,6 +113,8 @@ class MetricsWriter(contextlib.ExitStack):
             return evaluated or record["step"] < resume_step or record["kind"] == "train"
 
         path, moved, cut = self.folder / JSONL, [], 0
+        if resume_step is not None and not path.exists():
+            say(f"metrics: {path} is missing, and with it the lines up to step {resume_step}")
         path.touch()
         # A line at a time: a long run has gigabytes of records.
         with (

@@ -125,6 +125,10 @@ def test_restart_keeps_and_reports_every_line_that_it_undid(tmp_path):
     said = run(tmp_path, 0, 1)  # without a step, all lines go
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1]
     assert "a fresh start; 5 later lines" in said[0] and len(superseded(tmp_path)) == 12
+    path = tmp_path / "deleted" / "metrics.jsonl"
+    assert run(path.parent, 2, 3, resume_step=2) == [
+        f"metrics: {path} is missing, and with it the lines up to step 2"
+    ]
 
 
 @pytest.mark.slow
