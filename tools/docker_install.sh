@@ -33,9 +33,12 @@ from importlib import metadata
 
 for package in ("torch", "torchvision", "numpy", "triton", "pytorch-triton"):
     try:
-        print(f"{package}=={metadata.version(package)}")
+        version = metadata.version(package)
     except metadata.PackageNotFoundError:
-        pass
+        continue
+    if package == "torch" and tuple(map(int, version.split(".")[:2])) < (2, 10):
+        raise SystemExit(f"this image has torch {version}; fastsuncet needs torch 2.10 or newer")
+    print(f"{package}=={version}")
 PYTHON
         # Remove NVIDIA's DALI first: two builds of it would write into one Python package.
         $PIP uninstall -y nvidia-dali-cuda120 nvidia-dali-cuda130
