@@ -13,6 +13,7 @@ from fastsuncet.config import load_config
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.paired_stream import views
 from pipelines.data_errors import BadImage, DataError
+from pipelines.datasets.index import load_index
 from pipelines.output import say_once
 from tests.support.archives import tar_of
 from tests.support.colors import ALONE
@@ -174,6 +175,8 @@ def test_a_run_is_not_continued_on_changed_images_unaware(here, capsys):
     assert code == 5 and "2 of 3 training images (1.jpg, x/y/3.jpg) were written again" in output
     assert f"{here}/tree has 1 new image, left out: `fastsuncet data check CONFIG` adds them" in output
     assert "data.changed_images=true" in output
+    (kept,) = (here / "runs" / "indices").iterdir()
+    assert len(load_index(kept, root=here / "tree").changed) == 2  # the other ranks read it
     code, output = train("data.changed_images=true")
     assert code == 0 and "note: 2 of 3 images changed since their index was made" in output
 
