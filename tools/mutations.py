@@ -39,32 +39,37 @@ MUTATIONS = [
 ]
 
 
-def noticed(copy: Path, mutation: Mutation) -> str | None:
-    """Return the name of the test that fails with `mutation` in `copy`, None if none does. Undoes the mutation."""
+MISSED, SKIPPED = "NOT NOTICED by", "not tried:"
+
+
+def tried(copy: Path, mutation: Mutation) -> str:
+    """Return the name of the test that fails with `mutation` in `copy`, or a line on why none does. Undoes it."""
     path = copy / mutation.file
     sound = path.read_text(encoding="utf-8")
     path.write_text(sound.replace(mutation.before, mutation.after), encoding="utf-8")
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    options = ["-x", "-q", "-rfEs", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     command = [sys.executable, "-m", "pytest", *options, *mutation.test.split()]
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     path.write_text(sound, encoding="utf-8")
     failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, re.M)
-    return failed[1] if failed and done.returncode == 1 else None
+    if failed and done.returncode == 1:
+        return failed[1]
+    skipped = re.search(r"^SKIPPED .*: (.*)", done.stdout, re.M)
+    return f"{SKIPPED} {skipped[1]}" if skipped else f"{MISSED} {mutation.test}"
 
 
-def count_noticed(mutations: list[Mutation], copy: Path) -> int:
-    """Copy the code, make one mutation after the other there, print each with its test; return how many had one."""
+def try_all(mutations: list[Mutation], copy: Path) -> list[str]:
+    """Copy the code, make one mutation after the other there, print each with what `tried` returns; return that."""
     for part in PARTS:
         whole = ROOT / part
         shutil.copytree(whole, copy / part) if whole.is_dir() else shutil.copy(whole, copy / part)
-    count = 0
+    found = []
     for mutation in mutations:
-        start, test = time.monotonic(), noticed(copy, mutation)
-        by = test or f"NOT NOTICED by {mutation.test}"
-        print(f"{time.monotonic() - start:4.0f} s  {mutation.harm}\n        {by}", flush=True)
-        count += test is not None
-    return count
+        start = time.monotonic()
+        found.append(tried(copy, mutation))
+        print(f"{time.monotonic() - start:4.0f} s  {mutation.harm}\n        {found[-1]}", flush=True)
+    return found
 
 
 def main() -> int:
@@ -75,9 +80,10 @@ def main() -> int:
     chosen = [m for m in MUTATIONS if not words or any(word in m.file + m.harm for word in words)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         copies = [Path(folder, str(number)) for number in range(2)]
-        count = sum(pool.map(count_noticed, (chosen[::2], chosen[1::2]), copies))
-    print(f"{count} of {len(chosen)} noticed")
-    return int(count < len(chosen))
+        found = [each for part in pool.map(try_all, (chosen[::2], chosen[1::2]), copies) for each in part]
+    missed, skipped = (sum(each.startswith(word) for each in found) for word in (MISSED, SKIPPED))
+    print(f"{len(found) - missed - skipped} of {len(found)} noticed, {skipped} not tried")
+    return int(missed > 0)
 
 
 if __name__ == "__main__":
