@@ -1,4 +1,4 @@
-"""PAWS against dense float64 equations, also on two and four ranks, and its authors' numbers."""
+"""PAWS against dense float64 equations and its authors' numbers, on one process and on two and four ranks."""
 
 import sys
 
@@ -71,17 +71,24 @@ def test_paws_does_not_depend_on_the_rows_at_a_time(rows, monkeypatch):
     assert_near(run(paws, *batch_of(), views=VIEWS), expected)
 
 
+def authors_rank(arrays: dict, case: int, rank: int) -> tuple[tuple[torch.Tensor, ...], dict, list]:
+    """Return one rank's inputs, the settings, and the authors' (cross-entropy, me-max, two gradients)."""
+    mine = {key: arrays[f"case{case}.rank{rank}.{key}"] for key in (
+        "anchor_views", "anchor_supports", "labels", "target_views", "target_supports", "loss", "me_max",
+        "grad_views", "grad_supports")}  # fmt: skip
+    inputs = [torch.from_numpy(mine[key]) for key in list(mine)[:5]]
+    # They have the label rows of all ranks.
+    inputs[2] = inputs[2].argmax(dim=1).chunk(int(arrays[f"case{case}.world"]))[rank]
+    options = {"temperature": "tau", "sharpen": "T", "smoothing": "smoothing"}
+    settings = {key: float(arrays[f"case{case}.{name}"]) for key, name in options.items()}
+    settings["views"] = 2 + int(arrays[f"case{case}.multicrop"])
+    return tuple(inputs), settings, [torch.as_tensor(mine[key]) for key in list(mine)[5:]]
+
+
 @pytest.mark.parametrize("case", [0, 1])
 def test_paws_has_its_authors_numbers(case):
-    arrays = {key.removeprefix(f"case{case}."): x for key, x in load_vectors("paws").items()}
-    names = ("anchor_views", "anchor_supports", "labels", "target_views", "target_supports")
-    inputs = [torch.from_numpy(arrays[f"rank0.{name}"]) for name in names]
-    inputs[2] = inputs[2].argmax(dim=1)
-    options = {"temperature": "tau", "sharpen": "T", "smoothing": "smoothing"}
-    settings = {key: float(arrays[name]) for key, name in options.items()}
-    found = run(paws, *inputs, views=2 + int(arrays["multicrop"]), **settings)
-    expected = [arrays[f"rank0.{name}"] for name in ("loss", "me_max", "grad_views", "grad_supports")]
-    assert_near(found, map(torch.as_tensor, expected), 1e-12)
+    inputs, settings, expected = authors_rank(load_vectors("paws"), case, 0)
+    assert_near(run(paws, *inputs, **settings), expected, 1e-12)
 
 
 def test_paws_does_not_depend_on_the_dtype_of_labels_or_the_number_of_columns():
@@ -130,13 +137,16 @@ def test_paws_memory_grows_by_the_anchors_and_not_by_anchors_times_supports():
 
 
 # --------------------------------------------------------------------------------------------------------- ranks
-def on_a_rank(rank: int, world_size: int) -> dict:
+def on_a_rank(rank: int, world_size: int, authors: dict) -> dict:
     """Return the results of a rank; different shapes are refused by all."""
     inputs = batch_of(rank)
     found = {
         "plain": run(paws, *inputs, views=VIEWS),
         "prior": run(paws, *inputs, views=VIEWS, prior=prior_of(inputs[2]), **SETTINGS),
     }
+    if authors:
+        inputs, settings, _ = authors_rank(authors, 3, rank)
+        found["authors"] = run(paws, *inputs, **settings)
     fewer = [x[: SUPPORTS - rank] if len(x) == SUPPORTS else x for x in batch_of()]
     for wrong, shape in ((batch_of(images=IMAGES + rank), r"\(24, 8\)"), (fewer, r"\(11, 8\)")):
         with pytest.raises(ValueError, match=f"^paws: the shape of its input .* rank 1: {shape}"):
@@ -146,7 +156,11 @@ def on_a_rank(rank: int, world_size: int) -> dict:
 
 @pytest.fixture(scope="module")
 def results() -> dict[int, list[dict]]:
-    return {ranks: run_ranks(on_a_rank, ranks) for ranks in (2, 4)}
+    try:
+        authors = load_vectors("paws")
+    except pytest.skip.Exception:
+        authors = {}
+    return {2: run_ranks(on_a_rank, 2, authors), 4: run_ranks(on_a_rank, 4, {})}
 
 
 @pytest.mark.slow
@@ -164,3 +178,10 @@ def test_paws_on_ranks_is_that_of_one_process(results, world_size, case):
     assert_near(found, expected, 1e-11)
     # me-max is that of all ranks, with the same bits on each.
     assert len({each.item() for each in values[1]}) == 1
+
+
+@pytest.mark.slow
+def test_paws_on_two_ranks_has_its_authors_numbers(results):
+    arrays = load_vectors("paws")
+    for rank, found in enumerate(results[2]):
+        assert_near(found["authors"], authors_rank(arrays, 3, rank)[2], 1e-12)
