@@ -35,9 +35,8 @@ def test_confusion_picture_is_drawn_for_any_number_of_classes_and_any_name(class
     """Right cells are blue and wrong ones red, so the picture has both. A matrix of 30,000 classes would have 7 GB."""
     truth = torch.arange(classes).repeat(4)
     predicted = truth.clone()
-    predicted[classes // 2] = (
-        classes // 4
-    )  # within the frame: before matplotlib 3.11 its line hides small cells
+    # Within the frame: before matplotlib 3.11 its line hides small cells.
+    predicted[classes // 2] = classes // 4
     names = [f"$\\nname\udc80 {i}{'x' * 60}" for i in range(classes)]
     picture = Image.open(io.BytesIO(confusion_picture(per_class(predicted, truth, names), "$title 日")))
     pixels = np.asarray(picture.convert("RGB")).astype(int)

@@ -47,9 +47,8 @@ def graphs(monkeypatch):
     made = []
 
     def capture(step, device):
-        assert all(
-            old() is None or old().step is None for old in made
-        )  # a graph has the memory of a whole step
+        # A graph has the memory of a whole step.
+        assert all(old() is None or old().step is None for old in made)
         graph = FakeGraph(step)
         made.append(weakref.ref(graph))
         return graph, graph.losses
