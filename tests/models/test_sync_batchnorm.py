@@ -199,7 +199,8 @@ def error(found, expected):
 def test_join_statistics_loses_nothing_to_cancellation(away, on_ranks):
     counts = torch.tensor([[len(own)] for own in far_rows(len(on_ranks), away)])
     means, variances = (torch.stack([ranks[away]["own"][i] for ranks in on_ranks]) for i in (0, 1))
-    total, mean, variance = on_ranks[0][away]["joined"]
+    total, mean, variance = joined = on_ranks[0][away]["joined"]
+    assert all(torch.equal(torch.cat(ranks[away]["joined"]), torch.cat(joined)) for ranks in on_ranks)
     assert total.tolist() == [counts.sum()] and variance.dtype == torch.float32
     exact_mean, exact_variance = chan(counts.double(), means.double(), variances.double())
     assert error(variance, exact_variance) < 2**-24 + 8 * 2**-53 * (1 + away**2)
