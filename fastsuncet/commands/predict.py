@@ -23,7 +23,7 @@ from fastsuncet.commands.embed import (
 )
 from fastsuncet.commands.pages import Prediction, prediction_page
 from fastsuncet.config import Config
-from fastsuncet.evaluation.classifier import Classifier, best_classifier, describe, fitted_to, run_of
+from fastsuncet.evaluation.classifier import Classifier, best_classifier, fitted_to, run_of
 from pipelines import atomic_files
 from pipelines.datasets.folders import existing_folder
 from pipelines.output import csv_table, say_line
@@ -81,7 +81,7 @@ def predict(
     if page:
         every = _predictions(rows, names, classifier.classes)
         found = [each for each, kept in zip(every, counted) if kept and isinstance(each, Prediction)]
-        about = [*describe(classifier), summary]
+        about = [*classifier.about, summary]
         text = prediction_page(found, folder, about)
         with disk_errors(shown, "--output"):
             # Names of files and folders are bytes: one that is not UTF-8 is shown with question marks.
@@ -107,8 +107,8 @@ def _begun(
     run = run_of(encoder, config)
     if skip_bad:
         config = config.with_values(ANY_NUMBER)
-    encoder, classifier, lines = best_classifier(encoder, config, place, run, skip_bad=skip_bad)
-    for line in lines:
+    encoder, classifier = best_classifier(encoder, config, place, run, skip_bad=skip_bad)
+    for line in classifier.about:
         say_line(line)
     view = known_view(encoder)
     index, names = opened(images, view.upright)

@@ -94,7 +94,7 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
     names, guesses, shown = [index.name(i) for i in chosen], [], ""
     if page and len(np.unique(index.labels[pool[labeled[pool]]])) > 1:
         run = run_of(encoder, config)
-        classifier, _ = run_classifier(encoder, config, place, run, skip_bad=True)
+        classifier = run_classifier(encoder, config, place, run, skip_bad=True)
         with torch.inference_mode():
             best = classifier.layer.to(place.device)(features[rows]).softmax(1).topk(2)
         guesses = [

@@ -21,13 +21,11 @@ Classify = Callable[[Tensor, Tensor], Tensor]
 class Calibration(NamedTuple):
     """One temperature, and the expected calibration error with it and without it, on the images it was fitted to."""
 
-    temperature: float = 1.0
-    error: float | None = None  # None: not measured
-    error_before: float | None = None
+    temperature: float
+    error: float
+    error_before: float
 
     def __str__(self) -> str:
-        if self.error is None or self.error_before is None:
-            return "not measured"
         return (
             f"probabilities are off by {100 * self.error:.1f} points on average, "
             f"{100 * self.error_before:.1f} before temperature {self.temperature:.2f}"

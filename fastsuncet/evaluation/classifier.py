@@ -8,8 +8,8 @@ Shapes: N labeled images, E the width of the encoder's output, D that of the pro
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,21 +46,6 @@ from pipelines.verify import check
 FOLDER = "classifier"  # in the run's folder
 LINEAR, NEIGHBORS = "linear", "PAWS's nearest neighbors"
 FEW_JUDGED = 100  # images: with fewer, the standard error of an accuracy is 5 points and more
-BY_FOLDS = f"{FOLDS}-fold cross-validation on {{:,}} labels"
-
-
-@dataclass(frozen=True)
-class Worth:
-    """What a classifier was fitted to, and what images that it has not learned from say about it."""
-
-    kind: str  # LINEAR, NEIGHBORS or "fine-tuned, of FOLDER"
-    labels: int  # images
-    judged: int  # images that the accuracy counts: of the labels, those of classes with two or more
-    by: str  # how they were judged, with their number
-    learned: int  # of the labels, those that the encoder has learned from: nothing can be judged by them
-    accuracy: float | None  # share of the judged images; None where none could be judged
-    calibration: Calibration
-    because: str  # the accuracies that it was chosen by, or ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +54,7 @@ class Classifier:
 
     layer: nn.Module
     classes: tuple[str, ...]
-    worth: Worth | None  # None: nothing is known, as of weights from another program
+    about: list[str]  # lines for the user: its labels, its expected accuracy and its calibration
     labeled: frozenset[str] = frozenset()  # paths of the images that it was fitted to, where they are known
 
 
@@ -101,26 +86,24 @@ def log_p(queries: Tensor, supports: Tensor, labels: Tensor, num_classes: int, t
 
 def best_classifier(
     encoder: Encoder, config: Config, place: Place, run: Path, *, skip_bad: bool = False
-) -> tuple[Encoder, Classifier, list[str]]:
-    """Return the encoder to use, its classifier, and lines that say where it is from and what it is worth.
+) -> tuple[Encoder, Classifier]:
+    """Return the encoder to use and its classifier.
 
     That is the classifier of a fine-tuning or an export; else that of a fine-tuning in `run` on the same labels, if it
     is above the others on the same images; else `run_classifier`.
     """
     # That of a checkpoint of pre-training knows no later label.
     pre_trained = encoder.tuned is None and encoder.trained is not None and Path(encoder.source).is_dir()
-    lines = []
-    if encoder.classifier is not None and not pre_trained:
-        record = atomic_files.read_object(run / RESULT).get("record")
-        # Without a record: weights of another program, or a fine-tuning that has not ended.
-        classifier = Classifier(encoder.classifier, encoder.classes, None)
-        classifier = classifier if record is None else _tuned(encoder, record, run, "")
-    elif found := _best_fine_tuning(run, encoder, config, place):
-        encoder, classifier = found
-    else:
-        classifier, line = run_classifier(encoder, config, place, run, skip_bad=skip_bad)
-        lines = [line]
-    return encoder, classifier, [*lines, *describe(classifier)]
+    if encoder.classifier is None or pre_trained:
+        tuned = _best_fine_tuning(run, encoder, config, place)
+        return tuned or (encoder, run_classifier(encoder, config, place, run, skip_bad=skip_bad))
+    record = atomic_files.read_object(run / RESULT).get("record")
+    if record is not None:
+        return encoder, _tuned(encoder, record, run, "")
+    # Weights of another program, or a fine-tuning that has not ended.
+    why = "its probabilities are not calibrated: it lies in no folder of a finished fine-tuning"
+    about = f"classifier   the layer of the weights for {encoder.classifier.out_features:,} classes; {why}"
+    return encoder, Classifier(encoder.classifier, encoder.classes, [about])
 
 
 def fitted_to(classifier: Classifier, index: ImageIndex) -> np.ndarray:
@@ -200,15 +183,14 @@ def _best_fine_tuning(
 def _tuned(encoder: Encoder, record: dict[str, Any], folder: Path, because: str) -> Classifier:
     """Return the classifier of a network that was fine-tuned in `folder`, calibrated on the images of its record."""
     assert encoder.classifier is not None, "it was fine-tuned"
-    calibration, count = Calibration(**record["calibration"]), record["images"]
-    by = BY_FOLDS if "folds" in record["setting"] else "on {:,} validation images"
+    calibration, known = Calibration(**record["calibration"]), record.get("learned", 0)
     with torch.no_grad():
         for parameter in encoder.classifier.parameters():
             parameter /= calibration.temperature
-    known, top1 = record.get("learned", 0), record["metrics"]["top1"]
-    what = (record["labels"]["count"], count, by.format(count), known, None if known else top1, calibration)
-    worth = Worth(f"fine-tuned, of {folder}", *what, because)
-    return Classifier(encoder.classifier, encoder.classes, worth)
+    found = None if known else (record["metrics"]["top1"], calibration)
+    what = (encoder.classes, record["labels"]["count"], known, record["images"], found)
+    about = _about(f"fine-tuned, of {folder}", because, *what, by_folds="folds" in record["setting"])
+    return Classifier(encoder.classifier, encoder.classes, about)
 
 
 def run_classifier(
@@ -219,8 +201,8 @@ def run_classifier(
     *,
     skip_bad: bool = False,
     skipped: frozenset[int] = frozenset(),  # numbers of labeled images to leave out
-) -> tuple[Classifier, str]:
-    """Return the classifier of `encoder` on the labeled images of `config`, and a line that names its file in `run`.
+) -> Classifier:
+    """Return the classifier of `encoder` on the labeled images of `config`, which a file in `run` keeps.
 
     The labeled images are those of data.split, and with data.split.kind none all that have a label; those of
     data.validation too, where it takes them out of the training images. A class without one is never predicted.
@@ -265,8 +247,10 @@ def run_classifier(
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     path = run / FOLDER / f"{digest[:12]}.safetensors"
-    classifier, line = _read(path, identity, head), f"from         {path}, fitted before"
-    if classifier is None:
+    classifier = _read(path, identity, head)
+    if classifier is not None:
+        say_line(f"from         {path}, fitted before")
+    else:
         say_line(f"fitting      a classifier to {len(chosen):,} labels")
         module = encoder.module.to(place.device)
         try:
@@ -283,21 +267,15 @@ def run_classifier(
         module.to("cpu")
         truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))
         classifier = fit_classifier(features, truth, given, classes, config, head)
-        line = _keep(classifier, path, identity)
-    return replace(classifier, labeled=frozenset(_paths(index, chosen))), line
-
-
-def _keep(classifier: Classifier, path: Path, identity: dict[str, Any]) -> str:
-    """Write a classifier that `_read` finds again; return a line that says where."""
-    assert classifier.worth is not None, "it was fitted here"
-    about = {"identity": identity, "worth": asdict(classifier.worth)}
-    tensors = {key: x.contiguous() for key, x in classifier.layer.state_dict().items()}
-    try:
-        atomic_files.make_folder(path.parent)
-        atomic_files.replace(path, safetensors.torch.save(tensors, {"fastsuncet": json.dumps(about)}))
-    except OSError as error:  # the run is another user's: its next use fits one again
-        return f"not kept     {path}: {error.strerror}"
-    return f"kept in      {path}"
+        about = {"fastsuncet": json.dumps({"identity": identity, "about": classifier.about})}
+        tensors = {key: x.contiguous() for key, x in classifier.layer.state_dict().items()}
+        try:
+            atomic_files.make_folder(path.parent)
+            atomic_files.replace(path, safetensors.torch.save(tensors, about))
+            say_line(f"kept in      {path}")
+        except OSError as error:  # the run is another user's: its next use fits one again
+            say_line(f"not kept     {path}: {error.strerror}")
+    return replace(classifier, labeled=frozenset(_paths(index, chosen)))
 
 
 def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray]:
@@ -336,22 +314,21 @@ def fit_classifier(
     if head is not None:
         z = projections = head.to(features.device)(features)
         candidates[NEIGHBORS] = lambda ours, out: log_p(z[out], z[ours], labels[ours], count, method)
-    found = {kind: out_of_fold(labels, classify, learned=known) for kind, classify in candidates.items()}
-    judged = len(found[LINEAR][0])
+    rows = {kind: out_of_fold(labels, classify, learned=known) for kind, classify in candidates.items()}
+    judged = len(rows[LINEAR][0])
     if not judged and head is not None:  # labels that were learned still choose, but tell no accuracy
-        found = {kind: out_of_fold(labels, classify) for kind, classify in candidates.items()}
+        rows = {kind: out_of_fold(labels, classify) for kind, classify in candidates.items()}
     shares = {
         kind: share_right(logits.argmax(1), labels[numbers])
-        for kind, (numbers, logits) in found.items()
+        for kind, (numbers, logits) in rows.items()
         if len(numbers)
     }
     kind = max(shares, key=lambda each: shares[each], default=LINEAR)  # of equal ones the first
-    numbers, logits = found[kind]
-    accuracy = shares[kind] if judged else None
-    calibration = calibrate(logits, labels[numbers]) if judged else Calibration()
+    numbers, logits = rows[kind]
+    found = (shares[kind], calibrate(logits, labels[numbers])) if judged else None
     because = ", ".join(f"{each} {100 * share:.1f} %" for each, share in shares.items()) if head else ""
     because += "" if judged or not because else ", on labels that the network has learned from"
-    t = calibration.temperature
+    t = found[1].temperature if found else 1.0
     if head is not None and projections is not None and kind == NEIGHBORS:
         layer = NearestNeighbors(head, projections, labels, torch.tensor([method, t]))
     else:
@@ -359,37 +336,46 @@ def fit_classifier(
         fit = fit_linear(features, labels, count, **options)
         layer = linear_layer(fit.weight / t, fit.bias / t)
         kind = f"{LINEAR}, strength {strength:g}"
-    what = (len(labels), judged, BY_FOLDS.format(judged), int(known.sum()), accuracy, calibration)
-    return Classifier(layer.to("cpu"), classes, Worth(kind, *what, because))
+    about = _about(kind, because, classes, len(labels), int(known.sum()), judged, found)
+    return Classifier(layer.to("cpu"), classes, about)
 
 
-def describe(classifier: Classifier) -> list[str]:
-    """Return what a reader should know about the classifier: its labels, expected accuracy and calibration."""
-    worth, count = classifier.worth, len(classifier.classes)
-    if worth is None:
-        why = "its probabilities are not calibrated: it lies in no folder of a finished fine-tuning"
-        return [f"classifier   the layer of the weights for {count:,} classes; {why}"]
-    lines = [f"classifier   {worth.kind}; {worth.labels:,} labels of {count:,} classes"]
-    if worth.because:
-        lines.append(f"because      {worth.because}")
-    if worth.accuracy is None:
+def _about(
+    kind: str,
+    because: str,  # the accuracies that it was chosen by, or ""
+    classes: Sequence[str],
+    labels: int,  # images
+    learned: int,  # of the labels, those that the encoder has learned from: nothing can be judged by them
+    judged: int,  # images that the accuracy counts: of the labels, those of classes with two or more
+    found: tuple[float, Calibration]
+    | None,  # accuracy and calibration on these; None where none can be judged
+    by_folds: bool = True,  # the judged images are labels that were left out, and not validation images
+) -> list[str]:
+    """Return what a user should know about a classifier: its labels, expected accuracy and calibration."""
+    lines = [f"classifier   {kind}; {labels:,} labels of {len(classes):,} classes"]
+    if because:
+        lines.append(f"because      {because}")
+    if found is None:
         why = "no class has two labels, so no label can be left out to judge by"
-        if worth.learned:
+        if learned:
             why = "the network has learned from these labels. Label more images to know it"
         calibration = "calibration  not measured; as a rule the probabilities are too high"
         return [*lines, f"expected     unknown: {why}", calibration]
-    # A new image is about as often of a class without a label as one of these is alone in its class (Good 1953).
-    alone = worth.labels - worth.learned - worth.judged if worth.by == BY_FOLDS.format(worth.judged) else 0
-    right, counted = worth.accuracy * worth.judged, worth.judged + alone
+    accuracy, calibration = found
+    by, alone = f"on {judged:,} validation images", 0
+    if by_folds:
+        # A new image is about as often of a class without a label as one of these is alone in its class (Good 1953).
+        by, alone = f"{FOLDS}-fold cross-validation on {judged:,} labels", labels - learned - judged
+        by += f"; {alone} alone in their class count as wrong" if alone else ""
+    by += f"; the network has learned from the other {learned:,}" if learned else ""
+    right, counted = accuracy * judged, judged + alone
     low, high = (100 * x for x in wilson_interval(right, counted))
-    left_out = f"; {alone} alone in their class count as wrong" if alone else ""
-    left_out += f"; the network has learned from the other {worth.learned:,}" if worth.learned else ""
-    lines.append(
-        f"expected     {100 * right / counted:.1f} % right, 95 % interval {low:.1f} to {high:.1f} "
-        f"({worth.by}{left_out})"
-    )
-    few = f"; {worth.judged} images tell this only roughly" if worth.judged < FEW_JUDGED else ""
-    return [*lines, f"calibration  {worth.calibration}{few}"]
+    few = f"; {judged} images tell this only roughly" if judged < FEW_JUDGED else ""
+    return [
+        *lines,
+        f"expected     {100 * right / counted:.1f} % right, 95 % interval {low:.1f} to {high:.1f} ({by})",
+        f"calibration  {calibration}{few}",
+    ]
 
 
 def _read(path: Path, identity: dict[str, Any], head: nn.Module | None) -> Classifier | None:
@@ -398,13 +384,11 @@ def _read(path: Path, identity: dict[str, Any], head: nn.Module | None) -> Class
         with safetensors.safe_open(path, "pt") as stream:
             about = json.loads(stream.metadata()["fastsuncet"])
             tensors = {key: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118 - it is no dictionary
-        worth = Worth(**about["worth"] | {"calibration": Calibration(*about["worth"]["calibration"])})
-        if head is None or worth.kind != NEIGHBORS:
-            layer = linear_layer(**tensors)
+        if head is not None and "supports" in tensors:
+            layer = NearestNeighbors(head, *(tensors[key] for key in ("supports", "labels", "temperatures")))
         else:
-            buffers = (tensors[key] for key in ("supports", "labels", "temperatures"))
-            layer = NearestNeighbors(head, *buffers)
-        kept = Classifier(layer, tuple(identity["classes"]), worth)
+            layer = linear_layer(**tensors)
+        kept = Classifier(layer, tuple(identity["classes"]), about["about"])
         return kept if about["identity"] == identity else None
     # RuntimeError: the layer's own check of its shapes.
     except (OSError, safetensors.SafetensorError, KeyError, TypeError, ValueError, IndexError, RuntimeError):
