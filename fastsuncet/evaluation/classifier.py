@@ -30,7 +30,7 @@ from fastsuncet.evaluation.encoder import Encoder, linear_layer, load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.job import RESULT
 from fastsuncet.evaluation.finetuning.record import labels_digest, module_digest
-from fastsuncet.evaluation.linear import fit_linear, linear_logits, strength_of
+from fastsuncet.evaluation.linear import choose_strength, fit_linear, linear_logits
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import labeled, require_finite, share_right, wilson_interval
 from fastsuncet.metrics.results import read_results
@@ -309,7 +309,7 @@ def fit_classifier(
     Which of the two, and one temperature, is chosen by cross-validation on the labels.
     """
     count, method = len(classes), config.npi.temperature or config.criterion.temperature
-    strength, projections = strength_of(config.linear, features, labels, count), None
+    strength, projections = choose_strength(features, labels, count, config.linear.strength), None
     candidates: dict[str, Classify] = {LINEAR: partial(linear_logits, features, labels, count, strength)}
     if head is not None:
         z = projections = head.to(features.device)(features)

@@ -9,7 +9,7 @@ Shapes: N labeled images, Q query images, E the width of the encoder's output, C
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -126,8 +126,10 @@ def linear_logits(
     return fit.scores(features[left_out])
 
 
-def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float:
-    """Return the element of STRENGTHS whose probabilities fit the left-out images best, after one temperature.
+def choose_strength(
+    features: Tensor, labels: Tensor, num_classes: int, given: float | Literal["auto"] = "auto"
+) -> float:
+    """Return `given`; auto: the element of STRENGTHS that fits the left-out images best, after one temperature.
 
     Strengths that are right equally often differ in that, so few labels choose by more than a count. 1 where none is
     right more often than a guess of the largest class: with a label or two a class, as many folds.
@@ -135,6 +137,8 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
     `features` (N, E), `labels` (N,). With more than MANY images only one fold is left out, so the choice takes one fit
     for each strength and not FOLDS. Collective: ranks have the same features and share the strengths.
     """
+    if given != "auto":
+        return given
     most = FOLDS if len(labels) <= MANY else 1
     _, truth = out_of_fold(labels, lambda learned, left_out: labels[left_out], most=most)
     if not len(truth):
@@ -155,12 +159,6 @@ def choose_strength(features: Tensor, labels: Tensor, num_classes: int) -> float
     return STRENGTHS[int(losses.argmin())]
 
 
-def strength_of(section: LinearSection, features: Tensor, labels: Tensor, num_classes: int) -> float:
-    """Return the strength in the config's section linear; auto: that of `choose_strength`, which is collective."""
-    given = section.strength
-    return choose_strength(features, labels, num_classes) if given == "auto" else given
-
-
 def fit_chosen(
     features: Tensor, labels: Tensor, num_classes: int, section: LinearSection
 ) -> tuple[LinearFit, float]:
@@ -169,6 +167,6 @@ def fit_chosen(
     Each rank makes the fit, of features that all have: in float64 that of all of ImageNet takes hours on some cards,
     and a rank that waited for it would run into the time limit of a collective.
     """
-    strength = strength_of(section, features, labels, num_classes)
+    strength = choose_strength(features, labels, num_classes, section.strength)
     options = {"strength": strength, "max_iterations": section.max_iterations}
     return fit_linear(features, labels, num_classes, **options), strength

@@ -19,7 +19,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.calibration import FOLDS, out_of_fold
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import MOST_SUPPORTS, knn_predict, spread_over_classes
-from fastsuncet.evaluation.linear import STRENGTHS, TOLERANCE, fit_chosen, linear_logits, strength_of
+from fastsuncet.evaluation.linear import STRENGTHS, TOLERANCE, choose_strength, fit_chosen, linear_logits
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import (
     LEARNED,
@@ -169,7 +169,8 @@ def cross_validated(
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     setting: dict[str, float] = {"folds": FOLDS, "repeats": REPEATS}
     if kind == "linear":
-        setting["chosen_strength"] = strength = strength_of(config.linear, features, labels, count)
+        given = config.linear.strength
+        setting["chosen_strength"] = strength = choose_strength(features, labels, count, given)
 
         def classify(learned: Tensor, left_out: Tensor) -> Tensor:
             return linear_logits(features, labels, count, strength, learned, left_out).argmax(1)
