@@ -8,7 +8,6 @@ from torch import nn
 
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
-from fastsuncet.config.rules import FILES
 from fastsuncet.data.dataset import Images, open_images, validates
 from fastsuncet.data.learned_labels import left_to_judge
 from fastsuncet.distributed.place import Place
@@ -19,11 +18,10 @@ from fastsuncet.evaluation.confusion import write_with_picture, written
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.protocols import accuracy, cross_validated, knn, linear, npi
-from fastsuncet.metrics.results import asked, send_results
+from fastsuncet.metrics.results import send_results
 from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models.pretrained_weights import fill
 from fastsuncet.models.resnet import projection_head_of
-from fastsuncet.versions import versions
 from pipelines.output import say_line
 
 KINDS = {
@@ -121,26 +119,11 @@ def _record(config: Config, kind: str, measured: scoring.Measured, encoder: Enco
     a = config.data.augmentation
     size, resize = view_size(a.size)
     setting = measured.setting | {"size": size, "resize": resize}
-    # Each validation folder has its own results.
-    if config.data.kind in FILES and images.held_out is not None:
-        setting["validation"] = images.validation.fingerprint()[:12]
     if not _unnormalized(config):
         setting |= {"mean": list(a.mean), "std": list(a.std)}
     if encoder.tuned is not None:
         setting["finetuned"] = encoder.tuned  # updates: an encoder before and after them has two results
-    return {
-        "kind": kind,
-        "metrics": measured.metrics,
-        "images": measured.images,
-        "labels": scoring.labels_record(images, config),
-        "encoder": encoder.record(),
-        "setting": setting,
-        "asked": asked(config, kind),
-        "classes": scoring.per_class(measured.predicted, measured.truth, images.train.classes),
-        "run": config.run_folder.name,
-        "versions": versions(),
-        **({"learned": measured.learned} if measured.learned else {}),
-    }
+    return scoring.result_record(kind, replace(measured, setting=setting), encoder, images, config)
 
 
 def _unnormalized(config: Config) -> bool:

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from fastsuncet.config import Config
+from fastsuncet.config.rules import FILES
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import NumericalError
+from fastsuncet.evaluation.encoder import Encoder
+from fastsuncet.metrics.results import asked
+from fastsuncet.versions import versions
 from pipelines.data_errors import DataError
 from pipelines.output import first_five
 
@@ -163,16 +167,32 @@ def labeled(images: Images) -> np.ndarray:
     return chosen[~np.isin(chosen, list(images.train.bad))]
 
 
-def labels_record(images: Images, config: Config) -> dict[str, Any]:
-    """Return what a result records of the labels: how they were chosen, their share of the images, how many."""
-    split = config.data.split
+def result_record(
+    kind: str, measured: Measured, encoder: Encoder, images: Images, config: Config
+) -> dict[str, Any]:
+    """Return the record of an evaluation, which `write_result` takes."""
+    split, setting = config.data.split, dict(measured.setting)
     share, count = split.fraction, len(labeled(images))
     share = round(count / len(images.train), 4) if share is None else share
-    record = {"kind": split.kind, "fraction": share, "count": count}
+    labels = {"kind": split.kind, "fraction": share, "count": count}
     # Kind and share alone do not identify the images.
     if split.seed or split.kind in ("names", "csv"):
-        record["names"] = images.split.fingerprint[:12]
-    return record
+        labels["names"] = images.split.fingerprint[:12]
+    if images.held_out is not None and config.data.kind in FILES:
+        setting["validation"] = images.held_out.fingerprint()[:12]  # two folders are two results
+    return {
+        "kind": kind,
+        "metrics": measured.metrics,
+        "images": measured.images,
+        "labels": labels,
+        "encoder": encoder.record(),
+        "setting": setting,
+        "asked": asked(config, kind),
+        "classes": per_class(measured.predicted, measured.truth, images.train.classes),
+        "run": config.run_folder.name,
+        "versions": versions(),
+        **({"learned": measured.learned} if measured.learned else {}),
+    }
 
 
 def labels_per_class(images: Images, chosen: np.ndarray) -> np.ndarray:

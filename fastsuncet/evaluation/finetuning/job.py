@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.config import Config
-from fastsuncet.config.rules import FILES
 from fastsuncet.data.dataset import Images
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
@@ -39,10 +38,9 @@ from fastsuncet.evaluation.scoring import (
     few_labels_note,
     labeled,
     labels_per_class,
-    labels_record,
     measured,
-    per_class,
     require_split,
+    result_record,
     standard_error,
     true_labels,
     wilson_interval,
@@ -51,7 +49,6 @@ from fastsuncet.metrics.results import asked, send_results
 from fastsuncet.models.flops import classifier_macs, petaflops
 from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
-from fastsuncet.versions import versions
 from pipelines.data_errors import DataError
 from pipelines.output import Say, counted, first_five
 
@@ -194,20 +191,13 @@ class FineTuningJob:
         self, logits: Tensor, truth: Tensor, trainer: Trainer, frozen: dict[str, float]
     ) -> dict[str, Any]:
         f, images = self.config.finetune, self.images
-        outcome = measured(logits, truth, {})
         setting = {key.split(".")[-1]: value for key, value in config_values(self.config, KEYS).items()}
         setting["batchnorm_images"] = sizes(self.config)[0] // (self.place.world_size * f.accumulate)
         if images.held_out is None:
             setting["folds"] = FOLDS
-        elif self.config.data.kind in FILES:
-            setting["validation"] = images.held_out.fingerprint()[:12]  # two folders are two results
+        outcome = replace(measured(logits, truth, setting), learned=self.learned)
         return {
-            "kind": "finetune",
-            "metrics": outcome.metrics,
-            "images": len(truth),
-            "labels": labels_record(images, self.config),
-            "encoder": self.encoder.record(),
-            "setting": setting,
+            **result_record("finetune", outcome, self.encoder, images, self.config),
             "finetuned": {
                 "folder": str(self.folder),
                 "labels": labels_digest(images.train, labeled(images)),
@@ -216,11 +206,7 @@ class FineTuningJob:
                 "ledger": trainer.ledger.record(),
             },
             **({"frozen": frozen} if frozen else {}),
-            **({"learned": self.learned} if self.learned else {}),
             "calibration": calibrate(logits, truth)._asdict(),
-            "classes": per_class(outcome.predicted, outcome.truth, images.train.classes),
-            "run": self.config.run_folder.name,
-            "versions": versions(),
         }
 
 
