@@ -98,7 +98,7 @@ def _unknown(schema: Schema, section: str, name: str) -> Problem:
         text, meant = f"a dot is for the command line; in a file write {leaf}: below {above}:", name
     elif not section and name == "base":
         text = "base is written at the top of a config file, not on the command line"
-    elif elsewhere := keys_ending_in(schema, name):
+    elif elsewhere := [key for key in schema.values if key.endswith(f".{name}")]:
         text, meant = f"there is no such key here; {name} is {words(elsewhere)}", elsewhere[0]
     elif name in ANCESTOR:
         text = f"there is no such key; what facebookresearch/suncet calls {name} is {ANCESTOR[name]}"
@@ -109,11 +109,6 @@ def _unknown(schema: Schema, section: str, name: str) -> Problem:
     else:
         text = f"there is no such section; the sections are {words(known, 'and')}"
     return Problem(here + name, text, meant=meant)
-
-
-def keys_ending_in(schema: Schema, name: str) -> list[str]:
-    """Return the dotted keys whose last part is `name`."""
-    return [key for key in schema.values if key.endswith(f".{name}")]
 
 
 def nearest_key(schema: Schema, name: str, here: dict[str, str]) -> str:
@@ -135,10 +130,9 @@ def describe(key: str) -> list[str]:
         facts = {"meaning": meaning(key), "default": default, "allowed": allowed(CONFIG, key)}
         return [key, *(f"  {name:<8} {fact}" for name, fact in facts.items())]
     if key not in CONFIG.sections:
-        leaf = key.rpartition(".")[2]
-        near = keys_ending_in(CONFIG, leaf) or get_close_matches(key, [*CONFIG.values, *CONFIG.sections], 1)
-        hint = f"did you mean {words(near)}?" if near else "`fastsuncet config` lists the sections"
-        raise ConfigError(f"a config has no key {key}; {hint}")
+        section, _, name = key.rpartition(".")
+        section = section if section in CONFIG.sections else ""
+        raise ConfigError(f"{key}: {_unknown(CONFIG, section, name).text}")
     above = f"{key}." if key else ""
     return [f"{above}{name:<24} {meaning(above + name)}" for name in CONFIG.sections[key]]
 

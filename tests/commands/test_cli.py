@@ -124,7 +124,7 @@ def test_main_goes_on_without_a_standard_output(monkeypatch, capsys):
     for words, code in (["configs"], 0), (["config", "zzz"], 2):
         monkeypatch.setattr(sys, "stdout", None)
         assert cli.main(words) == code
-    assert capsys.readouterr().err.startswith("error: a config has no key zzz")
+    assert capsys.readouterr().err.startswith("error: zzz: there is no such section")
 
 
 @pytest.mark.parametrize(

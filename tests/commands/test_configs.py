@@ -92,14 +92,16 @@ def test_config_of_a_key_and_of_a_section(capsys):
 @pytest.mark.parametrize(
     ("key", "near"),
     [
-        ("temperature", "criterion.temperature or npi.temperature"),
-        ("criterion.temprature", "criterion.temperature"),
-        ("optimisation", "optimization"),
+        ("temperature", "no such key here; temperature is criterion.temperature or npi.temperature"),
+        ("criterion.temprature", "no such key; did you mean criterion.temperature?"),
+        ("optimisation", "no such section; did you mean optimization?"),
+        ("optimisation.lr", "no such key here; lr is optimization.lr or finetune.lr"),
+        ("root_path", "no such key; what facebookresearch/suncet calls root_path is data.root"),
     ],
 )
 def test_config_unknown_key_suggests_the_nearest(key, near, capsys):
     assert cli.main(["config", key]) == 2
-    assert capsys.readouterr().err == f"error: a config has no key {key}; did you mean {near}?\n"
+    assert capsys.readouterr().err == f"error: {key}: there is {near}\n"
 
 
 def test_config_json_schema_has_every_key_and_requires_none(capsys):
