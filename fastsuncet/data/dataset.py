@@ -103,9 +103,13 @@ def _open(config: Config, *, train: bool, scan: bool, index: ImageIndex | None =
     if data.kind not in FILES:
         return in_memory(config, train=train, download=data.download and scan)
     if index is None:
-        from fastsuncet.data.image_files import find_files
+        from fastsuncet.data.image_files import file_index, packed_index, with_labels
 
-        index = find_files(config, train=train, scan=scan)
+        if train and data.pack is not None:
+            index = packed_index(config, compare=scan)
+        else:
+            index = file_index(config, train=train, scan=scan)
+        index = with_labels(config, index) if train else index
     index = index.within(data.max_megapixels)
     for note in index.notes() if train and scan else ():
         say_once(f"note: {note}")  # a command that fits a classifier opens the images again

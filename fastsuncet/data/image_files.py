@@ -17,15 +17,6 @@ from pipelines.datasets.pack import open_pack
 from pipelines.output import counted, say_once
 
 
-def find_files(config: Config, *, train: bool, scan: bool) -> ImageIndex:
-    """Return the images to train or to validate on, with their labels; `scan`: on the one rank that scans."""
-    if not train:
-        return file_index(config, train=False, scan=scan)
-    if config.data.pack is not None:
-        return with_labels(config, packed_index(config, compare=scan))
-    return with_labels(config, file_index(config, train=True, scan=scan))
-
-
 def with_labels(config: Config, index: ImageIndex) -> ImageIndex:
     """Return the training images with the labels of data.kind: those of folders or shards, of a CSV, or none."""
     if config.data.kind == "csv":
