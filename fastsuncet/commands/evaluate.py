@@ -20,8 +20,6 @@ from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.protocols import accuracy, cross_validated, knn, linear, npi
 from fastsuncet.metrics.results import send_results
 from fastsuncet.metrics.trackers import require_packages
-from fastsuncet.models.pretrained_weights import fill
-from fastsuncet.models.resnet import projection_head_of
 from pipelines.output import say_line
 
 KINDS = {
@@ -96,13 +94,12 @@ def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None
 def _network(encoder: Encoder, kind: str, config: Config) -> nn.Module:
     """Return what `kind` measures. Raises ConfigError where the encoder has no classifier or projection head for it."""
     if kind == "npi" and config.npi.features == "projection":
-        head = projection_head_of(encoder.head)
+        head = encoder.projection()
         if head is None:
             text = (
                 f"projection cannot be compared: {encoder.source} holds no projection head; set it to encoder"
             )
             raise config.error("npi.features", text)
-        fill(head, encoder.head, encoder.source)
         return nn.Sequential(encoder.module, head)
     if kind != "accuracy":
         return encoder.module

@@ -34,8 +34,6 @@ from fastsuncet.evaluation.linear import choose_strength, fit_linear, linear_log
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import labeled, require_finite, share_right, wilson_interval
 from fastsuncet.metrics.results import read_results
-from fastsuncet.models.pretrained_weights import fill
-from fastsuncet.models.resnet import projection_head_of
 from pipelines import atomic_files
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
@@ -69,7 +67,7 @@ class NearestNeighbors(nn.Module):
         temperatures: Tensor,  # (2,): the method's, the calibration's
     ):
         super().__init__()
-        self.head, self.num_classes = head.eval(), int(labels.max()) + 1
+        self.head, self.num_classes = head, int(labels.max()) + 1
         self.supports, self.labels = nn.Buffer(supports), nn.Buffer(labels)
         self.temperatures = nn.Buffer(temperatures)
 
@@ -228,12 +226,8 @@ def run_classifier(
         raise DataError(
             f"all {len(chosen)} labeled images are of the class {first_five(classes)}: a classifier needs two or more"
         )
-    head = None
-    if encoder.trained is not None and encoder.trained.criterion.instance == "paws":
-        head = projection_head_of(encoder.head)
-    if head is not None:
-        fill(head, encoder.head, encoder.source)
-        head.eval()
+    paws = encoder.trained is not None and encoder.trained.criterion.instance == "paws"
+    head = encoder.projection() if paws else None
     identity = {
         "encoder": module_digest(encoder.module),
         "head": None if head is None else module_digest(head),

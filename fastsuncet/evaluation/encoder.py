@@ -30,7 +30,7 @@ from fastsuncet.models.pretrained_weights import (
     read_weights_of,
     require_fit,
 )
-from fastsuncet.models.resnet import build_model, width_of, zeroed
+from fastsuncet.models.resnet import build_model, projection_head_of, width_of, zeroed
 from fastsuncet.paths import typed_path
 from fastsuncet.training import methods
 from pipelines import atomic_files
@@ -65,6 +65,13 @@ class Encoder:
     def record(self) -> dict[str, Any]:
         """Return what a result records of its encoder."""
         return {key: getattr(self, key) for key in ("source", "step", "epoch", "method", "ledger")}
+
+    def projection(self) -> nn.Module | None:
+        """Return the projection head in evaluation mode, None where the file has none. Raises CheckpointError."""
+        head = projection_head_of(self.head)
+        if head is not None:
+            fill(head.eval(), self.head, self.source)
+        return head
 
 
 def choose(where: Path, *, step: int | None = None, every: bool = False) -> list[Path]:
