@@ -24,10 +24,10 @@ from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import (
     LEARNED,
     Measured,
-    few_labels_note,
-    labels_per_class,
+    label_notes,
     measured,
     require_finite,
+    require_two_labels,
     share_right,
     supports,
     true_labels,
@@ -163,7 +163,7 @@ def cross_validated(
     are no others: a note says so. Raises DataError where no class has two labels.
     """
     chosen, count = supports(images, config), len(images.train.classes)
-    counts = labels_per_class(images, chosen)
+    require_two_labels(images)
     features = outputs(network, images.train, chosen, config, place, what="labeled images")
     require_finite(features)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
@@ -182,7 +182,7 @@ def cross_validated(
             return knn_predict(features[left_out], features[learned], labels[learned], k=k)
 
     known = torch.from_numpy(learned[chosen]).to(place.device)
-    notes = few_labels_note(counts, images.train.classes)
+    notes = label_notes(images)
     new = int((torch.bincount(labels)[labels[~known]] > 1).sum())
     if known.any():
         notes.append(f"the network has learned from the other {int(known.sum())} labels" if new else LEARNED)

@@ -102,17 +102,23 @@ def wilson_interval(right: float, images: int) -> tuple[float, float]:
     return max(0.0, (center - half) / scale), min(1.0, (center + half) / scale)
 
 
-def few_labels_note(counts: np.ndarray, classes: Sequence[str]) -> list[str]:
-    """Return a sentence on the classes of whose few labels, `counts` (C,), a cross-validation tells little; or none."""
-    few = np.flatnonzero((counts > 0) & (counts < FEW))
-    if not len(few):
-        return []
-    names = first_five([classes[int(i)] for i in few])
-    verb, each = ("class has", "it") if len(few) == 1 else ("classes have", "each")
-    alone = ", and a single label is not judged" if (counts[few] == 1).any() else ""
-    return [
-        f"{len(few)} {verb} fewer than {FEW} labels ({names}): this tells nearly nothing of {each}{alone}"
-    ]
+def label_notes(images: Images) -> list[str]:
+    """Return a sentence on the classes that have no labeled image, or without validation images only few; or none."""
+    counts, classes = label_counts(images), images.train.classes
+    if images.held_out is None:
+        few = np.flatnonzero((counts > 0) & (counts < FEW))
+        names = first_five([classes[int(i)] for i in few])
+        verb, each = ("class has", "it") if len(few) == 1 else ("classes have", "each")
+        note = f"{len(few)} {verb} fewer than {FEW} labels ({names}): this tells nearly nothing of {each}"
+        note += ", and a single label is not judged" if (counts[few] == 1).any() else ""
+        return [note] if len(few) else []
+    truth = images.held_out.labels
+    asked = np.bincount(truth[truth >= 0], minlength=len(classes))
+    empty = np.flatnonzero((counts == 0) & (asked > 0))
+    names = first_five([classes[int(i)] for i in empty])
+    note = f"{len(empty)} of {len(classes)} classes have no labeled image ({names}): no classifier can predict them"
+    note += f", and their {asked[empty].sum():,} validation images count as wrong"
+    return [note] if len(empty) else []
 
 
 def true_labels(images: Images, place: Place) -> Tensor:
@@ -145,20 +151,9 @@ def supports(images: Images, config: Config) -> np.ndarray:
     Raises ConfigErrors where the config selects no labeled images, DataError for a class without one.
     """
     require_split(config)
-    chosen, classes = labeled(images), len(images.train.classes)
-    if images.held_out is None:
-        return chosen
-    truth = images.validation.labels
-    learned = np.bincount(images.train.labels[chosen], minlength=classes)
-    asked = np.bincount(truth[truth >= 0], minlength=classes)
-    empty = np.flatnonzero((learned == 0) & (asked > 0))
-    if len(empty):
-        names = first_five([images.train.classes[int(i)] for i in empty])
-        raise DataError(
-            f"{len(empty)} of {classes} classes have no labeled training image ({names}): no classifier can predict "
-            f"them, and {asked[empty].sum():,} validation images would count as wrong. Labels: {images.split}"
-        )
-    return chosen
+    if images.held_out is not None and (notes := label_notes(images)):
+        raise DataError(f"{notes[0]}. Labels: {images.split}")
+    return labeled(images)
 
 
 def labeled(images: Images) -> np.ndarray:
@@ -195,11 +190,14 @@ def result_record(
     }
 
 
-def labels_per_class(images: Images, chosen: np.ndarray) -> np.ndarray:
-    """Return how many of the images `chosen` each class has, int64 (C,). DataError where no class has two."""
-    counts = np.bincount(images.train.labels[chosen], minlength=len(images.train.classes))
-    if counts.max(initial=0) < 2:
+def label_counts(images: Images) -> np.ndarray:
+    """Return how many of the `labeled` images each class has, int64 (C,)."""
+    return np.bincount(images.train.labels[labeled(images)], minlength=len(images.train.classes))
+
+
+def require_two_labels(images: Images) -> None:
+    """Raise DataError where no class has two labels."""
+    if label_counts(images).max(initial=0) < 2:
         raise DataError(
             f"no class has two labels, so no label can be left out to judge by. Labels: {images.split}"
         )
-    return counts

@@ -247,7 +247,7 @@ def test_finetune_names_classes_without_labels_and_leaves_out_top_5(runs, tmp_pa
         *("criterion.classes_per_batch=2", "criterion.unsupervised_batch_size=4", "finetune.batch_size=4"),
     )
     assert run(runs, *options, "data.validation=val") == 0
-    said = "1 of 3 classes have no labeled image (class_1): their 2 validation images will count"
+    said = "note     1 of 3 classes have no labeled image (class_1): no classifier can predict them, and their 2 "
     assert said in capsys.readouterr().out
     (record,) = results(runs)
     assert list(record["metrics"]) == ["top1"] and record["images"] == 5

@@ -66,7 +66,7 @@ def test_supports_names_a_class_without_a_labeled_image(tmp_path):
     (tmp_path / "names.txt").write_text("r/0.png\nb/1.png\n")
     train, validation = (image_folder(tmp_path / part) for part in ("train", "val"))
     images = Images(train, labeled_split(train, "names", file=tmp_path / "names.txt"), validation)
-    with pytest.raises(DataError, match=r"have no labeled training image \(g\).* 4 validation"):
+    with pytest.raises(DataError, match=r"have no labeled image \(g\).* 4 validation"):
         supports(images, config)
 
 

@@ -35,11 +35,11 @@ from fastsuncet.evaluation.finetuning.record import (
     write_record,
 )
 from fastsuncet.evaluation.scoring import (
-    few_labels_note,
+    label_notes,
     labeled,
-    labels_per_class,
     measured,
     require_split,
+    require_two_labels,
     result_record,
     standard_error,
     true_labels,
@@ -50,7 +50,7 @@ from fastsuncet.models.flops import classifier_macs, petaflops
 from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import DataError
-from pipelines.output import Say, counted, first_five
+from pipelines.output import Say, counted
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning
 LEAST_UPDATES = 300  # of a fine-tuning that starts from the linear classifier: few labels make short epochs
@@ -70,7 +70,7 @@ def resolve_sizes(config: Config, images: Images, place: Place) -> Config:
     if not len(chosen):
         raise DataError(f"there is no labeled image to fine-tune on: {images.split}")
     if images.held_out is None:
-        labels_per_class(images, chosen)
+        require_two_labels(images)
         least, parts = len(chosen) - -(-len(chosen) // FOLDS), place.world_size * f.accumulate
         if least < parts:
             raise DataError(
@@ -267,24 +267,8 @@ def heading(job: FineTuningJob, *, brief: bool) -> list[str]:
         )
         lines.append(f"folds    {what}. It takes about {FOLDS + 1} times as long as the network alone")
     device = f"{device_name(job.config, place)}, {job.config.meta.precision}, torch {torch.__version__}"
-    return [*lines, f"device   {device}", *label_notes(job.images)]
-
-
-def label_notes(images: Images) -> list[str]:
-    """Return lines on the classes that have no labeled image, or without validation images only few."""
-    classes = images.train.classes
-    found = np.bincount(images.train.labels[labeled(images)], minlength=len(classes))
-    if images.held_out is None:
-        return [f"note     {each}" for each in few_labels_note(found, classes)]
-    empty = np.flatnonzero(found == 0)
-    if not len(empty):
-        return []
-    names = first_five([classes[int(i)] for i in empty])
-    missed = int(np.isin(images.held_out.labels, empty).sum())
-    return [
-        f"{len(empty)} of {len(classes)} classes have no labeled image ({names}): their {missed:,} validation "
-        "images will count as wrong"
-    ]
+    notes = [f"note     {note}" for note in label_notes(job.images)]
+    return [*lines, f"device   {device}", *notes]
 
 
 def accuracy_lines(record: dict[str, Any]) -> list[str]:
