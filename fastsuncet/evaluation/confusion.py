@@ -47,7 +47,6 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     predicted = sorted({name for of in classes.values() for name in of["predicted"]})
     names = list(dict.fromkeys([*classes, *predicted]))
@@ -65,7 +64,7 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     right, wrong = both
     if len(names) > DOTS:
         wrong = np.lib.stride_tricks.sliding_window_view(np.pad(wrong, 1), (3, 3)).max((2, 3))
-    figure = Figure(figsize=(14, 8.4), dpi=150)
+    figure = Figure(figsize=(14, 8.4), dpi=150, layout="constrained")
     matrix, text = figure.subplots(1, 2, width_ratios=(9, 5))
     # The square root makes a class of which one image in fifty is wrong visible.
     scale, edge = PowerNorm(0.5, 0, 1), len(names) - 0.5
@@ -92,7 +91,6 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     stream = io.BytesIO()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        ConstrainedLayoutEngine().execute(figure)  # a figure's own engine would draw it twice
         figure.savefig(stream, format="png")
     if any("missing from font" in str(each.message) for each in found):
         say_line(
