@@ -90,9 +90,15 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     if config.data.split.kind == "all":
         # Of a draw, the number differs from seed to seed, and seeds must stay comparable.
         setting["supports"] = len(chosen)
-    notes = (f"all {len(chosen)} labeled images vote, fewer than k = {k}",) if k > len(chosen) else ()
+    notes = tuple(_k_note(k, shown.labels))
     metrics = {"top1": share_right(plain, truth), "top1_weighted": share_right(weighted, truth)}
     return Measured(metrics, len(truth), setting, notes, plain, truth)
+
+
+def _k_note(k: int, labels: Tensor) -> list[str]:
+    most = int(labels.bincount().max())
+    note = f"k is {k} and no class has more than {most} labels, so others always vote too: lower evaluation.knn_k"
+    return [note] if k > most else []
 
 
 def npi(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
@@ -182,7 +188,7 @@ def cross_validated(
             return knn_predict(features[left_out], features[learned], labels[learned], k=k)
 
     known = torch.from_numpy(learned[chosen]).to(place.device)
-    notes = label_notes(images)
+    notes = label_notes(images) + (_k_note(config.evaluation.knn_k, labels) if kind == "knn" else [])
     new = int((torch.bincount(labels)[labels[~known]] > 1).sum())
     if known.any():
         notes.append(f"the network has learned from the other {int(known.sum())} labels" if new else LEARNED)

@@ -1,5 +1,7 @@
 """Nearest neighbors on cases whose answer is known, after and during training."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,9 @@ from fastsuncet.evaluation import knn as module
 from fastsuncet.evaluation import protocols
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import knn_predict, online_knn, spread_over_classes
-from fastsuncet.evaluation.protocols import knn
+from fastsuncet.evaluation.protocols import cross_validated, knn
 from fastsuncet.models.resnet import build_model
-from tests.support.colors import ALONE, MeanColor, color_config, write_colors
+from tests.support.colors import ALONE, MeanColor
 from tests.support.runs import small_config
 from tests.support.vectors import load_vectors
 
@@ -73,13 +75,19 @@ def test_knn_takes_the_same_views_as_npi_of_a_limited_number_of_images(colors, m
     chosen = spread_over_classes(images.train.labels, 10)
     views = outputs(network, images.train, chosen, config, ALONE, crops=1)
     assert torch.equal(seen[0], views[:, 0]) and torch.equal(seen[1], views[:, 0])
-    assert measured.setting == {"k": 10, "supports": 10, "seed": 0} and measured.notes == ()
+    assert measured.setting == {"k": 10, "supports": 10, "seed": 0}
 
 
-def test_knn_notes_that_there_are_fewer_labeled_images_than_k(tmp_path):
-    config = color_config(write_colors(tmp_path), "evaluation.knn_k=30")
-    measured = knn(MeanColor(), open_images(config, ALONE, validation=True), config, ALONE)
-    assert measured.notes == ("all 18 labeled images vote, fewer than k = 30",)
+def test_knn_notes_that_no_class_has_k_labels(colors):
+    config, images = colors
+    known, alone = np.zeros(len(images.train), bool), replace(images, held_out=None)
+    most = int(np.bincount(images.train.labels).max())
+    for k, notes in ((most, 0), (most + 1, 1)):
+        config = config.with_values({"evaluation.knn_k": k})
+        each = knn(MeanColor(), images, config, ALONE)
+        folds = cross_validated("knn", MeanColor(), alone, config, ALONE, known)
+        for measured in (each, folds):
+            assert sum(f"k is {k} and no class has more" in note for note in measured.notes) == notes
 
 
 @given(
