@@ -341,8 +341,7 @@ def _about(
     labels: int,  # images
     learned: int,  # of the labels, those that the encoder has learned from: nothing can be judged by them
     judged: int,  # images that the accuracy counts: of the labels, those of classes with two or more
-    found: tuple[float, Calibration]
-    | None,  # accuracy and calibration on these; None where none can be judged
+    found: tuple[float, Calibration] | None,  # accuracy and calibration on these; None without any
     by_folds: bool = True,  # the judged images are labels that were left out, and not validation images
 ) -> list[str]:
     """Return what a user should know about a classifier: its labels, expected accuracy and calibration."""
