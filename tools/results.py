@@ -409,11 +409,12 @@ def gate(held_out: Mapping[str, Studies]) -> str:
 
 def few_labels_decisions(runs: Mapping[str, Studies], kind: str) -> str:
     """Return the table of compute saved and of SuNCEt less cross-entropy by one evaluation; the fine-tuned decide."""
-    values, rows = {}, []
+    values, bounds, rows = {}, {}, []
     for labels, found in runs.items():
         # FLOPs until SimCLR's best accuracy over SimCLR's own FLOPs for it
-        ratios = [s.shares[0] if s.shares else NOT_REACHED for s in found[kind].saved(METHOD, "best")]
-        values[f"{labels}: compute needed, r"] = [log(ratio) for ratio in ratios]
+        saved, what = found[kind].saved(METHOD, "best"), f"{labels}: compute needed, r"
+        values[what] = [log(s.shares[0] if s.shares else NOT_REACHED) for s in saved]
+        bounds[what] = "at most " if any(s.at_first for s in saved) else ""
         ends = (found[kind].shares(name) for name in (CROSS_ENTROPY, METHOD))
         values[f"{labels}: SuNCEt less cross-entropy"] = points.paired(*ends)
     for what, p in points.holm(values).items():
@@ -421,7 +422,8 @@ def few_labels_decisions(runs: Mapping[str, Studies], kind: str) -> str:
         shown, said = f"{plus_minus(values[what])} points", points.decision_on_losses(low, high)
         if what.endswith(", r"):
             center, low, high = map(exp, (mean(values[what]), low, high))
-            shown, said = f"{center:.2f} ({low:.2f} to {high:.2f})", points.decision_on_ratio(low, high)
+            shown = f"{bounds[what]}{center:.2f} ({low:.2f} to {high:.2f})"
+            said = points.decision_on_ratio(low, high)
         said = "undecided" if said.startswith(("confirmed", "better")) and p >= 0.05 else said
         rows.append([what, shown, *([f"{p:.3f}", f"**{said}**"] if kind == "finetune" else [])])
     heads = ["p, Holm", "decision by the rule"] if kind == "finetune" else []
