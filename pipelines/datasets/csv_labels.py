@@ -1,14 +1,12 @@
 """The labels of images from a CSV of (file, label)."""
 
-import codecs
 import csv
 import os
-import string
 import sys
 import unicodedata
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def with_csv_labels(
     The table is UTF-8 with the header `file,label`, or with semicolons or tabs for the commas. A file is a path below
     the index's root with "/"; a label is any text, without the spaces around it. Classes are the labels in sorted
     order, or `classes` where a training set has fixed them. A file can be listed again with the same label, and the
-    header can come again. Empty lines and empty columns at the end are left out.
+    header can come again, also with another separator. Empty lines and empty columns at the end are left out.
 
     Raises DataError with every wrong line at once, by number.
     """
@@ -115,31 +113,20 @@ def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[in
     """Return the lines, files and labels of the usable rows of a table, and what is wrong with its other lines."""
     usable, names, labels, wrong = array("q"), [], [], []
     try:
-        # Spreadsheets put a byte-order mark before the header.
-        lines = listed_lines(table.read_bytes().removeprefix(codecs.BOM_UTF8))
-        header = lines[0] if lines else ""
-        # A spreadsheet writes semicolons where the decimal sign is a comma.
-        separator = next((each for each in ",;\t" if _is_header(header.split(each))), None)
-        if separator is None:
-            raise DataError(f"{table}: the first line must be `file,label`, not {header.strip()!r}")
-        reader = csv.reader(lines, delimiter=separator, strict=True, skipinitialspace=True)
-        for cells in reader:
-            if not any(cells) or _is_header(cells):  # of a table that was appended to another
-                continue
+        for line, cells in _rows(table, listed_lines(table.read_bytes())):
             while cells[2:] and not cells[-1].strip():
                 cells.pop()
-            name, label = cells[0], cells[1].strip(string.whitespace) if cells[1:] else ""
+            name, label = cells[0], cells[1].strip() if cells[1:] else ""
             if not name or not label:
                 missing = "label" if name else "file name"
-                wrong.append((reader.line_num, f"no {missing}: write one, or remove the line"))
+                wrong.append((line, f"no {missing}: write one, or remove the line"))
             elif len(cells) != 2:
                 fix = "quote a name that has the separator in it, or add a missing line break"
-                wrong.append((reader.line_num, f"{len(cells)} columns instead of file,label: {fix}"))
+                wrong.append((line, f"{len(cells)} columns instead of file,label: {fix}"))
             elif "\n" in label or "\r" in label:
-                text = "the label has a line break in it: is a quote not closed?"
-                wrong.append((reader.line_num, text))
+                wrong.append((line, "the label has a line break in it: is a quote not closed?"))
             else:
-                usable.append(reader.line_num)
+                usable.append(line)
                 names.append(name)
                 labels.append(sys.intern(label))  # one object for all rows of a class
     except OSError as error:
@@ -153,6 +140,25 @@ def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[in
     return usable, names, labels, wrong
 
 
-def _is_header(cells: Sequence[str]) -> bool:
-    words = [cell.strip('" \r\n') for cell in cells]
-    return words[:2] == ["file", "label"] and not any(words[2:])
+def _rows(table: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of the last line and the cells of each row that is not empty.
+
+    One table can be appended to another: each header says how the rows below it are separated.
+    """
+    heads = [(i, mark) for i, line in enumerate(lines) if (mark := _separator(line))]
+    if not heads or heads[0][0] > 0:
+        first = lines[0].strip("\ufeff \r\n") if lines else ""
+        raise DataError(f"{table}: the first line must be `file,label`, not {first!r}")
+    for (head, mark), end in zip(heads, [*(i for i, _ in heads[1:]), len(lines)]):
+        reader = csv.reader(lines[head + 1 : end], delimiter=mark, strict=True, skipinitialspace=True)
+        yield from ((head + 1 + reader.line_num, cells) for cells in reader if any(cells))
+
+
+def _separator(line: str) -> str | None:
+    """Return what separates the columns of the header `file,label`; None of another line."""
+    # A spreadsheet writes a byte-order mark before it, and semicolons where the decimal sign is a comma.
+    for mark in ",;\t" if line.lstrip('\ufeff" ').startswith("file") else "":
+        words = [cell.strip('\ufeff" \r\n') for cell in line.split(mark)]
+        if words[:2] == ["file", "label"] and not any(words[2:]):
+            return mark
+    return None

@@ -296,9 +296,11 @@ def test_csv_labels_are_any_text_in_sorted_order(tree, tmp_path):
         "x/2.jpg,zebra",
         "",
         'caf\xe9/4.jpg, "big, red ""cat"""',
-        "1.jpg, zebra ",
-        "file,label",  # one table appended to another
-        "x/2.jpg,zebra",
+        "1.jpg, zebra\xa0",
+        "\ufefffile;label",  # one table appended to another
+        "x/2.jpg;zebra",
+        '"file"\t"label"',
+        "x/2.jpg\tzebra",
         encoding="utf-8-sig",
     )
     index = image_tree(tree)
@@ -346,6 +348,8 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
         "1.jpg ,cat": f"no image 1.jpg  under {tree}; did you mean 1.jpg?",
         "x/2,cat": f"no image x/2 under {tree}; did you mean x/2.jpg?",
         "5.heic,cat": "5.heic is of a kind that is not read: convert it to JPEG or PNG",
+        "file;label": None,  # one table appended to another
+        "x/2.jpg;": "no label: write one, or remove the line",
     }
     csv = table(tmp_path / "labels.csv", "file,label", *lines)
     index = image_tree(tree)
@@ -353,7 +357,7 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
     with pytest.raises(DataError) as error:
         with_csv_labels(index, csv)
     wrong = [f"  line {line}: {said}" for line, said in enumerate(lines.values(), 2) if said]
-    assert str(error.value).splitlines() == [f"{csv} has 17 wrong lines:", *wrong]
+    assert str(error.value).splitlines() == [f"{csv} has 18 wrong lines:", *wrong]
 
 
 def test_csv_names_that_differ_in_folders_only_are_matched_in_seconds(tmp_path):
