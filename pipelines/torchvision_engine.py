@@ -71,7 +71,7 @@ class TorchvisionEngine:
             raise RuntimeError(f"{self._index.name(i)} has another size than its crop was drawn for")
         if self._index.length_now(i) is not None:
             raise RuntimeError(f"{self._index.name(i)} has another length than in the index")
-        image = torch.from_numpy(pixels).permute(2, 0, 1)
+        image = torch.tensor(pixels).permute(2, 0, 1)
         return [
             one_view(image, augmentation, view, row)
             for augmentation, view in zip(self._augmentations, draws.views)

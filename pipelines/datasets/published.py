@@ -82,7 +82,7 @@ def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = F
             raise DataError(_problem(title, root, folder, published)) from None
         found = _fetched(Files, root, train)
     names = (f"{part}/{i:05d}" for i in range(len(found)))
-    return pixel_index(names, np.array(found.targets), tuple(found.classes), np.ascontiguousarray(found.data))
+    return pixel_index(names, np.array(found.targets), tuple(found.classes), found.data)
 
 
 def _problem(title: str, root: Path, folder: Path, published: "type[CIFAR10]") -> str:
@@ -231,5 +231,6 @@ def pixel_index(
     names: Iterable[str], labels: np.ndarray, classes: tuple[str, ...], pixels: np.ndarray
 ) -> ImageIndex:
     """Return the index of `pixels`, uint8 (N, H, W, 3), with `labels` (N,), positions in `classes`."""
+    pixels = np.ascontiguousarray(pixels)  # the engines take no other strides
     sizes = np.full((len(pixels), 2), pixels.shape[1:3], np.int32)
     return ImageIndex(None, Names.of(names), labels.astype(np.int64), classes, sizes, pixels=pixels)

@@ -19,6 +19,7 @@ from pipelines.backend import LoaderOptions
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.published import pixel_index
 from pipelines.loader import open_evaluation_loader
 from pipelines.sampling.augmentation import Augmentation
 from pipelines.sampling.step_plan import EvaluationPlan
@@ -78,6 +79,18 @@ def test_loader_pixels_in_memory_give_the_views_of_lossless_files(tmp_path, read
     ours, theirs = (opened(unlabeled(index, batch=4), reader) for index in (in_memory, files))
     for step in (0, 1, 5):
         assert_same(ours(step), theirs(step))
+
+
+@pytest.mark.filterwarnings("error:The given NumPy")
+def test_loader_pixels_in_memory_can_have_any_strides(reader):
+    """As a mapped file, or torch's images with their channels moved to the end, or OpenCV's, reversed."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 3, 40, 36), np.uint8).transpose(0, 2, 3, 1)
+    mapped = pixels.copy()
+    mapped.flags.writeable = False
+    for strided in (mapped, pixels, pixels[..., ::-1]):
+        arrays = (strided, np.array(strided, order="C"))
+        indexes = (pixel_index(["a", "b", "c"], np.zeros(3), ("class",), each) for each in arrays)
+        assert_same(*(opened(unlabeled(index, batch=3), reader)(0) for index in indexes))
 
 
 @pytest.mark.slow
