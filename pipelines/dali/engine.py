@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class DaliEngine:
         draws: Callable[[int], BatchDraws],
         first_step: int,
     ):
-        index, augmentations, stream = plan.index, plan.augmentations, None
+        index, augmentations = plan.index, plan.augmentations
         self._draws, self._step = draws, first_step
         self._sizes = None if augmentations else index.sizes  # to be compared with the decoded images'
         self._lengths = None  # in bytes, of the index's files
@@ -52,25 +52,24 @@ class DaliEngine:
             return draws(first_step + iteration).indices
 
         if index.pixels is not None:
-            source, stored = PixelsInMemory(index.pixels, options), "pixels"
-            stream = source.stream
+            pixels = index.pixels
+            images, stored = lambda iteration: pixels[indices(iteration)], "pixels"
         elif index.pack is not None:
-            source, stored = PackedImages(index.pack, indices), "bytes"
+            images, stored = PackedImages(index.pack, indices), "bytes"
         else:
-            source, stored = partial(file_paths, index), "files"
+            images, stored = lambda iteration: file_paths(index, indices(iteration)), "files"
             self._lengths = None if index.stamps is None else index.stamps[:, 0]
             require_open_files(plan.batch)
         self._files = stored == "files"
         self._stream = side_stream(options.device_id) if options.device == "gpu" else None
         self._step_done: torch.Event | None = None  # recorded on training's stream when it had queued a step
         self._pipeline = graphs.views(
-            source if isinstance(source, PackedImages) else lambda iteration: source(indices(iteration)),
+            images,
             lambda iteration: graphs.view_arrays(augmentations, draws(first_step + iteration).views),
             augmentations,
             stored=stored,
             upright=index.upright,
             view_operator=options.view_operator,
-            images_stream=stream,
             hw_decoder_share=options.hw_decoder_share,
             batch_size=plan.batch,
             num_threads=options.threads,
@@ -199,39 +198,8 @@ def require_open_files(batch: int) -> None:
         )
 
 
-class PixelsInMemory:
-    """A small data set in the device's memory, (N, H, W, 3) uint8, of which each step gathers its images.
-
-    `stream` is the CUDA stream of the gathers on a GPU, which DALI must know; None on the CPU. The GPU part follows the
-    documentation of DALI 2.4's external_source (`cuda_stream`) and of torch's CUDA semantics.
-    """
-
-    def __init__(self, pixels: np.ndarray, options: LoaderOptions):
-        self.pixels, self.stream = pixels, None
-        if options.device == "gpu":
-            self.stream = side_stream(options.device_id)
-            # Allocated under the stream that reads it. torch returns memory to the stream it came from, so whatever
-            # reuses it there waits for the last gather.
-            with torch.cuda.stream(self.stream):
-                # torch takes no array with its channels reversed, and warns of one that cannot be written.
-                pixels = np.require(pixels, requirements=["C", "W"])
-                self.pixels = torch.from_numpy(pixels).to(self.stream.device)
-
-    def __call__(self, indices: np.ndarray) -> np.ndarray | torch.Tensor:
-        # On the CPU this must stay NumPy: DALI asks a torch tensor for its CUDA stream, and torch then needs a driver.
-        if self.stream is None:
-            return self.pixels[indices]
-        # Not on the training stream, where reading ahead would queue behind the step that it must overlap. Pinned,
-        # because a copy from pageable memory blocks the host until the stream reaches it.
-        with torch.cuda.stream(self.stream):
-            wanted = torch.from_numpy(indices).pin_memory().to(self.stream.device, non_blocking=True)
-            # DALI holds the result until it has queued its own copy on this stream. The memory is then reused by a
-            # later gather of this stream, which that copy precedes.
-            return self.pixels[wanted]
-
-
 # One for all loaders of a device: memory freed on one stream is of no use to a loader with another.
 @cache
 def side_stream(device_id: int) -> torch.cuda.Stream:
-    """Return the stream, apart from training's, on which pixels are gathered and DALI's results are copied."""
+    """Return the stream, apart from training's, on which DALI's results are copied."""
     return torch.cuda.Stream(torch.device("cuda", device_id))

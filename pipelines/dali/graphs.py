@@ -41,7 +41,6 @@ def views(
     stored: str,  # which of them
     upright: bool = False,  # whether images are turned as their EXIF tag says
     view_operator: bool = False,  # whether it, loaded, makes all of a view after its resize
-    images_stream: Any = None,  # the CUDA stream on which `images` writes pixels in GPU memory, and DALI copies them
     hw_decoder_share: float = 0.0,  # of a batch, for a GPU's hardware JPEG decoder
 ):
     """One decode, then one view for each augmentation: nodes of (size, size, 3) float images.
@@ -51,8 +50,9 @@ def views(
     """
     lengths = None
     if stored == "pixels":
-        device = "gpu" if decode == "mixed" else "cpu"
-        image = fn.external_source(images, device=device, layout="HWC", cuda_stream=images_stream)
+        image = fn.external_source(images, layout="HWC")
+        if decode == "mixed":
+            image = image.gpu()
     else:
         # Bytes come in memory of DALI's own (`engine.PackedImages`).
         encoded = fn.external_source(images, no_copy=stored == "bytes")

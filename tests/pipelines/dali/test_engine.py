@@ -17,7 +17,7 @@ from nvidia.dali.plugin.pytorch import feed_ndarray
 
 from pipelines.backend import LoaderOptions
 from pipelines.dali import engine
-from pipelines.dali.engine import READERS, DaliEngine, PackedImages, PixelsInMemory
+from pipelines.dali.engine import READERS, DaliEngine, PackedImages
 from pipelines.data_errors import DataError
 from pipelines.datasets.pack import open_pack, write_pack
 from pipelines.sampling.augmentation import ViewParams, draw_view
@@ -118,33 +118,6 @@ def test_engine_copies_beside_training_and_waits_for_the_step_before_the_last(in
         *("training records 1", "host waits for 0", *work),
         *("training records 2", "host waits for 1", *work),
     ]
-
-
-@pytest.mark.filterwarnings("error")
-def test_pixels_in_memory_of_any_array_go_to_the_gpu(monkeypatch):
-    """As those of OpenCV, with the channels reversed, and of a file that is mapped."""
-    monkeypatch.setattr(engine, "side_stream", lambda number: SimpleNamespace(device=torch.device("cpu")))
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    pixels = np.arange(10 * 8 * 8 * 3, dtype=np.uint8).reshape(10, 8, 8, 3)
-    pixels.flags.writeable = False
-    for view in (pixels, pixels[..., ::-1]):
-        stored = PixelsInMemory(view, LoaderOptions(device="gpu"))
-        np.testing.assert_array_equal(stored.pixels.numpy(), view)
-
-
-@pytest.mark.gpu
-def test_pixels_in_memory_are_gathered_without_waiting_for_training():
-    pixels = np.random.default_rng(0).integers(0, 256, (10, 8, 8, 3), np.uint8)
-    stored, wanted = PixelsInMemory(pixels, LoaderOptions(device="gpu")), np.array([7, 0, 7])
-    stored(wanted)  # the first call allocates
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second of training
-    trained = torch.cuda.Event()
-    trained.record()
-    gathered = stored(wanted)
-    stored.stream.synchronize()
-    assert not trained.query()
-    np.testing.assert_array_equal(gathered.cpu().numpy(), pixels[wanted])
 
 
 @pytest.mark.gpu

@@ -238,13 +238,10 @@ def test_graph_on_a_gpu_has_every_operator_and_operand_in_its_place(request, mon
     if fused:
         request.getfixturevalue("view_operator")
         monkeypatch.setattr(graphs, "kernels", lambda *_: b"code")
-    real, sources = fn.external_source, []
-    monkeypatch.setattr(fn, "external_source", lambda *a, **k: (sources.append(k), real(*a, **k))[1])
-    stream = 12345 if stored == "pixels" else None
     pipeline = graphs.views(
         *(lambda _: None,) * 2,
         (EXACT, replace(EXACT, color_order="random"), Center()),
-        **{"decode": "mixed", "stored": stored, "view_operator": fused, "images_stream": stream},
+        **{"decode": "mixed", "stored": stored, "view_operator": fused},
         **{"hw_decoder_share": 0.5, "batch_size": 2, "num_threads": 1, "device_id": None},
     )
     pipeline._build_graph()
@@ -265,7 +262,6 @@ def test_graph_on_a_gpu_has_every_operator_and_operand_in_its_place(request, mon
             assert found == place, f"{name}: input {spec.InputName(i)} is on the {found}"
     lengths = ["cpu"] if stored == "files" else []
     assert [output.device for output in pipeline._graph_outputs] == ["gpu"] * 3 + lengths
-    assert sources[0].get("cuda_stream") == stream
     if fused:
         assert arguments["fastsuncet__View"]["kernels"] == b"code".hex()
     # Of a file that is cut short, a map would end the process by SIGBUS, without a message.
