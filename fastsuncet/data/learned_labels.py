@@ -65,7 +65,7 @@ def learned(run: Path, index: ImageIndex, trained: Config) -> np.ndarray:
     if table.is_file():
         names = _read(table)
         found = np.zeros(len(index), bool)
-        positions = index.files.find(list(names))
+        positions = index.find(list(names))
         found[positions[positions >= 0]] = True
         return found
     return np.full(len(index), trained.criterion.supervised)

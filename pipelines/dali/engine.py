@@ -149,12 +149,14 @@ class DaliEngine:
 def file_paths(index: ImageIndex, indices: np.ndarray) -> np.ndarray:
     """Return the paths of image files, (B, W) uint8, which DALI reads in its own threads.
 
-    They are cut from the bytes of the index, without a Python object for each, and have one length, so that DALI takes
-    them as one array. After the root, "/" fills the short ones: a file system reads any number of them as one.
+    They have one length, so that DALI takes them as one array. After the root, "/" fills the short ones: a file system
+    reads any number of them as one.
     """
     assert index.root is not None
-    names, root = index.files.right_aligned(indices), os.fsencode(index.root) + b"/"
-    return np.hstack([np.tile(np.frombuffer(root, np.uint8), (len(names), 1)), names])
+    root, names = os.fsencode(index.root) + b"/", [os.fsencode(index.name(i)) for i in indices.tolist()]
+    longest = max(map(len, names))
+    paths = b"".join(root + name.rjust(longest, b"/") for name in names)
+    return np.frombuffer(paths, np.uint8).reshape(len(names), -1)
 
 
 class PackedImages:

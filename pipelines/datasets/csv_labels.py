@@ -15,7 +15,7 @@ import numpy as np
 from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import EXTENSIONS, NOT_READ
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.string_table import leaves_root, listed_lines
+from pipelines.datasets.names import leaves_root, listed_lines
 
 _SHOWN = 20  # wrong lines that a message shows; the rest are counted
 
@@ -36,7 +36,7 @@ def with_csv_labels(
     known = sorted(set(given)) if classes is None else classes
     number = {label: i for i, label in enumerate(known)}
     labels, missing = [-1] * len(index), []
-    for line, name, label, i in zip(lines, names, given, index.files.find(names).tolist()):
+    for line, name, label, i in zip(lines, names, given, index.find(names).tolist()):
         if i < 0:
             missing.append((line, name))
         elif label not in number:

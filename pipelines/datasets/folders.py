@@ -14,7 +14,7 @@ import numpy as np
 from pipelines.data_errors import DataError
 from pipelines.datasets import image_headers
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.string_table import Names, links_out
+from pipelines.datasets.names import as_lines, links_out
 from pipelines.output import say_line
 
 # Files that a start compares with a kept index, of those in folders with the time that they had.
@@ -171,16 +171,16 @@ def with_headers(
 
     A file that cannot be used is a bad image; none raises.
     """
-    names = Names.of(files)
-    if len(names) >= 100_000:
-        say_line(f"reading the headers of {len(names):,} images in {root}")
-    stamps = np.full((len(names), 2), -1, np.int64)
+    as_lines(files)  # raises DataError for a name that cannot be kept
+    if len(files) >= 100_000:
+        say_line(f"reading the headers of {len(files):,} images in {root}")
+    stamps = np.full((len(files), 2), -1, np.int64)
 
     def opened(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its writer
 
     def size_of(row: int) -> tuple[int, int]:
-        path, size = os.path.join(root, names[row]), None
+        path, size = os.path.join(root, files[row]), None
         # No file, or no access: PIL gives the reason.
         with contextlib.suppress(OSError), open(path, "rb", buffering=0, opener=opened) as file:
             # The stamp first: a file that changes while it is read is then seen as changed the next time.
@@ -191,9 +191,9 @@ def with_headers(
             size = image_headers.jpeg_size(file.fileno(), upright)
         return size or image_headers.image_size(path, upright=upright)
 
-    sizes, bad = image_headers.read_sizes(size_of, len(names), root)
+    sizes, bad = image_headers.read_sizes(size_of, len(files), root)
     return ImageIndex(
-        root, names, labels, classes, sizes, stamps=stamps, bad=bad, upright=upright, folders=folders
+        root, files, labels, classes, sizes, stamps=stamps, bad=bad, upright=upright, folders=folders
     )
 
 

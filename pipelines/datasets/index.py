@@ -17,7 +17,7 @@ import numpy as np
 
 from pipelines import atomic_files
 from pipelines.data_errors import BadImage, CannotWrite, DataError
-from pipelines.datasets.string_table import Names
+from pipelines.datasets.names import as_lines, from_lines, leaves_root
 from pipelines.output import counted, say_line
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ImageIndex:
     """
 
     root: Path | None  # None: there are no files
-    files: Names  # relative to root, with "/"; any sequence of strings is converted
+    files: Sequence[str]  # relative to root, with "/"
     labels: np.ndarray  # int64 (N,), position in `classes`; -1 = not labeled
     classes: tuple[str, ...]
     sizes: np.ndarray  # int32 (N, 2): height and width, as the images are read
@@ -54,8 +54,6 @@ class ImageIndex:
     folders: Mapping[str, int] | None = None
 
     def __post_init__(self):
-        if not isinstance(self.files, Names):
-            object.__setattr__(self, "files", Names.of(self.files))
         n, side = len(self.files), () if self.pixels is None else self.pixels.shape[1:3]
         for name, shape, dtype, allowed in (
             ("labels", (n,), np.int64, (-1, len(self.classes) - 1)),
@@ -83,6 +81,11 @@ class ImageIndex:
     def name(self, i: int) -> str:
         """Return the image's name in messages and lists: its path below the root."""
         return self.files[i]
+
+    def find(self, names: Sequence[str]) -> np.ndarray:
+        """Return the numbers of the images with these names, int64 (len(names),); -1 where there is none."""
+        numbers = {name: i for i, name in enumerate(self.files)}
+        return np.array([numbers.get(name, -1) for name in names], np.int64)
 
     def path(self, i: int) -> Path:
         """Return the image's file, or PACK/NAME. Raises DataError when the data are in memory only."""
@@ -116,7 +119,7 @@ class ImageIndex:
     def fingerprint(self) -> str:
         """Return the sha256 of what decides a run: names, labels, classes, sizes, pixels, presence."""
         digest = hashlib.sha256()
-        names, classes = self.files.lines, Names.of(self.classes).lines
+        names, classes = as_lines(self.files), as_lines(self.classes)
         for array in (names, self.labels, classes, self.sizes, self.pixels, self.presence):
             if array is not None:
                 digest.update(f"{array.shape}".encode())
@@ -145,7 +148,7 @@ class ImageIndex:
         rows = {key: getattr(self, key) for key in ("labels", "sizes", "pixels", "stamps", "presence")}
         return replace(
             self,
-            files=self.files.take(numbers),
+            files=list(map(self.name, numbers.tolist())),
             **{key: None if array is None else array[numbers] for key, array in rows.items()},
             bad={new_number[i]: reason for i, reason in self.bad.items() if i in new_number},
             changed=tuple(new_number[i] for i in self.changed if i in new_number),
@@ -228,12 +231,12 @@ def save_index(index: ImageIndex, path: Path) -> None:
         "version": np.array(_VERSION),
         "fingerprint": np.array(index.fingerprint()),
         "root": np.array(str(index.root)),
-        "files": index.files.lines,
+        "files": as_lines(index.files),
         "labels": index.labels,
-        "classes": Names.of(index.classes).lines,
+        "classes": as_lines(index.classes),
         "sizes": index.sizes,
         "bad": np.fromiter(index.bad, np.int64, len(index.bad)),
-        "reasons": Names.of(" ".join(reason.split()) for reason in index.bad.values()).lines,
+        "reasons": as_lines(" ".join(reason.split()) for reason in index.bad.values()),
         "stamps": index.stamps,
         "presence": index.presence,
         "upright": np.array(index.upright),
@@ -241,9 +244,9 @@ def save_index(index: ImageIndex, path: Path) -> None:
     }
     if index.folders is not None:
         times = np.fromiter(index.folders.values(), np.int64, len(index.folders))
-        arrays |= {"folders": Names.of(index.folders).lines, "folder_times": times}
+        arrays |= {"folders": as_lines(index.folders), "folder_times": times}
     if index.pack is not None:
-        arrays["shards"] = Names.of(str(path.relative_to(index.root)) for path in index.pack.paths).lines
+        arrays["shards"] = as_lines(str(path.relative_to(index.root)) for path in index.pack.paths)
         arrays |= {"shard_stamps": index.pack.stamps, "members": index.pack.members}
     try:
         stream = io.BytesIO()
@@ -287,16 +290,16 @@ def _read_index(stream: BinaryIO, path: Path, root: Path | None) -> ImageIndex:
     try:
         if (version := int(arrays["version"])) != _VERSION:
             raise ValueError(f"it has version {version}, not {_VERSION}")
-        folder, shards = root or Path(str(arrays["root"])), Names(arrays.get("shards", np.empty(0, np.uint8)))
-        folders = Names(arrays.get("folders", np.empty(0, np.uint8)))
+        folder = root or Path(str(arrays["root"]))
+        shards, folders = (from_lines(arrays.get(key, np.empty(0))) for key in ("shards", "folders"))
         index = ImageIndex(
             root=folder,
-            files=Names(arrays["files"]),
+            files=from_lines(arrays["files"]),
             labels=arrays["labels"],
-            classes=tuple(Names(arrays["classes"])),
+            classes=tuple(from_lines(arrays["classes"])),
             sizes=arrays["sizes"],
             stamps=None if shards else arrays["stamps"],
-            bad=dict(zip(arrays["bad"].tolist(), Names(arrays["reasons"]), strict=True)),
+            bad=dict(zip(arrays["bad"].tolist(), from_lines(arrays["reasons"]), strict=True)),
             presence=arrays.get("presence"),
             upright=bool(arrays["upright"]),
             changed=tuple(arrays["changed"].tolist()),
@@ -306,7 +309,7 @@ def _read_index(stream: BinaryIO, path: Path, root: Path | None) -> ImageIndex:
             raise ValueError("its content does not match its fingerprint")
         # Whoever wrote the file, it must not lead out of the data folder.
         for names in (index.files, shards, folders):
-            if (name := names.leaving_root()) is not None:
+            if (name := next(filter(leaves_root, names), None)) is not None:
                 raise ValueError(f"{name!r} leads out of the data folder")
         members = (arrays["shard_stamps"], arrays["members"]) if shards else ()
     except Exception as error:

@@ -15,7 +15,7 @@ import torch
 
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.string_table import leaves_root, listed_lines
+from pipelines.datasets.names import as_lines, leaves_root, listed_lines
 from pipelines.output import first_five, span
 
 # The lists of SimCLR's authors, which SuNCEt's reuse, named there by the share that is *not* labeled (99 and
@@ -84,7 +84,7 @@ def _split(index: ImageIndex, chosen: np.ndarray, source: str) -> Split:
     return Split(
         indices=chosen,
         per_class=np.bincount(index.labels[chosen], minlength=len(index.classes)),
-        fingerprint=hashlib.sha256(index.files.take(chosen).lines.data).hexdigest(),
+        fingerprint=hashlib.sha256(as_lines(map(index.name, chosen.tolist())).data).hexdigest(),
         source=source,
     )
 
@@ -188,7 +188,7 @@ def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.
         names.append(line if "/" in line else f"{line.rsplit('_', 1)[0]}/{line}")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{file} names images more than once: {first_five(twice)}")
-    found = index.files.find(names)
+    found = index.find(names)
     for without, what, remedy in (
         (found < 0, f"that are not under {index.root}", _REMEDY),
         (index.labels[found] < 0, "without a label", ""),

@@ -26,7 +26,6 @@ from pipelines.data_errors import CannotWrite, DataError
 from pipelines.datasets.image_headers import THREADS, image_size, read_sizes, stamp
 from pipelines.datasets.index import ImageIndex, class_numbers, load_index, save_index
 from pipelines.datasets.shards import CHECKSUM, MEMBER, Scan, Shards, require_inside, scan_shard
-from pipelines.datasets.string_table import Names
 from pipelines.output import say_line, show_progress
 
 INDEX = "index.npz"
@@ -130,15 +129,10 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
             return image_size(pack.read(i), upright=upright)
 
     sizes, bad = read_sizes(size_of, len(members), f"images in shards in {root}")
-    # Names in bytes, shard by shard: as strings, those of ImageNet would be 300 MB.
-    names = [
-        Names.of(f"{path.relative_to(root)}/{name}" for name in scan.names).lines
-        for path, scan in zip(paths, scans)
-    ]
+    folders = (path.relative_to(root) for path in paths)
+    names = [f"{folder}/{name}" for folder, scan in zip(folders, scans) for name in scan.names]
     classes = class_numbers(int(labels.max()) + 1)
-    return ImageIndex(
-        root, Names(np.concatenate(names)), labels, classes, sizes, bad=bad, pack=pack, upright=upright
-    )
+    return ImageIndex(root, names, labels, classes, sizes, bad=bad, pack=pack, upright=upright)
 
 
 def write_pack(index: ImageIndex, folder: Path) -> int:

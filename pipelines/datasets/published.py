@@ -24,7 +24,6 @@ from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder, with_headers
 from pipelines.datasets.image_headers import in_threads, read_rgb
 from pipelines.datasets.index import ImageIndex, class_numbers
-from pipelines.datasets.string_table import Names
 from pipelines.output import first_five
 
 if TYPE_CHECKING:
@@ -233,4 +232,4 @@ def pixel_index(
     """Return the index of `pixels`, uint8 (N, H, W, 3), with `labels` (N,), positions in `classes`."""
     pixels = np.ascontiguousarray(pixels)  # the engines take no other strides
     sizes = np.full((len(pixels), 2), pixels.shape[1:3], np.int32)
-    return ImageIndex(None, Names.of(names), labels.astype(np.int64), classes, sizes, pixels=pixels)
+    return ImageIndex(None, list(names), labels.astype(np.int64), classes, sizes, pixels=pixels)

@@ -25,7 +25,7 @@ import numpy as np
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import EXTENSIONS, stamp
-from pipelines.datasets.string_table import Names, leaves_root, links_out
+from pipelines.datasets.names import as_lines, leaves_root, links_out
 
 # Where an image lies: the number of its shard, and bytes in it. Length 0: an image that was bad when it was packed.
 # crc32 of the bytes, -1 where the shard has none.
@@ -136,7 +136,7 @@ def require_inside(paths: Sequence[Path], root: Path) -> None:
 class Scan(NamedTuple):
     """What the headers of a shard say, image by image."""
 
-    names: Names
+    names: list[str]
     labels: np.ndarray  # int64 (n,); -1: no KEY.cls
     members: np.ndarray  # MEMBER (n,); `shard` is 0
     left_out: list[str]  # names like "a.b.jpg", which is the field "b.jpg" of the key "a"
@@ -178,7 +178,8 @@ def scan_shard(path: Path) -> Scan:
                 elif extension.endswith(tuple(EXTENSIONS)):
                     left_out.append(name)
             _require_end(file.fileno(), tar.offset)
-        names = Names.of(name for name, _ in images.values())
+        names = [name for name, _ in images.values()]
+        as_lines(names)  # raises DataError for a name that cannot be kept
     except OSError as error:
         raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
     except (tarfile.TarError, ValueError, OverflowError, DataError) as error:
