@@ -5,7 +5,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.names import as_lines, links_out
 from pipelines.output import say_line
 
-# Files that a start compares with a kept index, of those in folders with the time that they had.
+# Files that a start compares with a kept index where all folders have the time that they had.
 SAMPLE = 1000
 # Folders of a NAS, a file system or an archive program: thumbnails, deleted files, what nobody may list.
 _SYSTEM = ("@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__MACOSX")
@@ -82,36 +82,29 @@ def image_list(files: Sequence[str | os.PathLike[str]], *, upright: bool = False
 def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
     """Return a kept index of a whole folder as its files are now, and how many new images it lacks.
 
-    A folder with the modification time that it had holds the same files. Files of other folders, and SAMPLE files drawn
-    anew each time, are compared by length and time; if one of the sample has changed, all files are. What was rewritten
-    in place and is not in the sample has its length compared when it is read (`pipelines.loader`). Raises DataError for
-    files that are gone, and for folders that cannot be listed.
+    A folder with the modification time that it had holds the same files. Where all folders have theirs, SAMPLE files
+    drawn anew each time are compared by length and time; if one of them or a folder has changed, all files are. What
+    was rewritten in place and is not in the sample has its length compared when it is read (`pipelines.loader`). Raises
+    DataError for files that are gone, and for folders that cannot be listed.
     """
-    root, kept = index.root, index.folders
+    root, kept, added = index.root, index.folders, 0
     if root is None or index.stamps is None:
         return index, 0
-    if kept is None:  # of a list of files
-        return _compared(index, root, np.arange(len(index))), 0
-    names = list(kept)
-    found = image_headers.in_threads(lambda i: folder_time(os.path.join(root, names[i])), len(names))
-    times = dict(zip(names, found))
-    moved = {name for name, changed in times.items() if changed == UNSURE or changed != kept[name]}
-    rows = [i for i, name in enumerate(index.files) if name.rpartition("/")[0] in moved] if moved else []
-    known, added = {index.files[i] for i in rows}, 0
-    for name in moved:
-        if times[name] != GONE:
-            files, below = _listed(root, name, classes=bool(index.classes), known=times)
-            new = len(set(files) - known)
-            added += new
-            # While the index lacks something of it, it is listed at each start, so that the images are named again.
-            if new or len(below) > 1:
-                times[name] = UNSURE
-    if times != kept:
-        index = replace(index, folders=times)
-    looked_at = _compared(index, root, np.array(rows, np.int64))
-    sample = np.random.default_rng().permutation(len(index))[:SAMPLE]
-    sampled = _compared(looked_at, root, np.sort(sample))
-    return sampled if sampled is looked_at else _compared(sampled, root, np.arange(len(index))), added
+    if kept is not None:  # else a list of files
+        names = list(kept)
+        times = image_headers.in_threads(lambda i: folder_time(os.path.join(root, names[i])), len(names))
+        if times == list(kept.values()) and UNSURE not in times:
+            sample = np.random.default_rng().permutation(len(index))[:SAMPLE]
+            sampled = _compared(index, root, np.sort(sample))
+            if sampled is index:
+                return index, 0
+            index = sampled
+        else:
+            files, now = _listed(root, classes=bool(index.classes))
+            added = len(set(files).difference(index.files))
+            # While the index lacks an image, all is listed at each start, so that the new images are counted again.
+            index = index if added else replace(index, folders=now)
+    return _compared(index, root, np.arange(len(index))), added
 
 
 def _compared(index: ImageIndex, root: Path, rows: np.ndarray) -> ImageIndex:
@@ -214,15 +207,13 @@ def entries(folder: str | Path) -> Iterator[os.DirEntry]:
         raise DataError(f"cannot list {folder}: {error.strerror or error}") from error
 
 
-def _listed(
-    root: Path, start: str = "", *, classes: bool, known: Collection[str] = ()
-) -> tuple[list[str], dict[str, int]]:
-    """Return the images in and below root/start, sorted, but with `classes` none of those directly under the root.
+def _listed(root: Path, *, classes: bool) -> tuple[list[str], dict[str, int]]:
+    """Return the images below `root`, sorted, but with `classes` none of those directly under it.
 
-    And `folder_time` of each folder, sorted, before it was listed. Folders below `start` that are `known` are left out.
-    Prints how many images of each kind are left out because no decoder reads them.
+    And `folder_time` of each folder, sorted, before it was listed. Prints how many images of each kind are left out
+    because no decoder reads them.
     """
-    files, times, not_read, waiting = [], {}, Counter(), [start]
+    files, times, not_read, waiting = [], {}, Counter(), [""]
     while waiting:
         below = waiting.pop()
         folder, prefix = os.path.join(root, below), f"{below}/" if below else ""
@@ -236,8 +227,7 @@ def _listed(
                     f"links, which takes no space: cp -rlL SOURCE TARGET"
                 )
             if entry.is_dir(follow_symlinks=False):
-                if prefix + name not in known:
-                    waiting.append(prefix + name)
+                waiting.append(prefix + name)
             elif classes and not below:
                 continue
             elif (ending := name[name.rfind(".") :].lower()) in image_headers.EXTENSIONS:
@@ -248,5 +238,5 @@ def _listed(
                 not_read[ending] += 1
     if not_read:
         kinds = " and ".join(f"{count:,} {ending}" for ending, count in sorted(not_read.items()))
-        say_line(f"note: {kinds} files below {Path(root, start)} are not read: convert them to JPEG or PNG")
+        say_line(f"note: {kinds} files below {root} are not read: convert them to JPEG or PNG")
     return sorted(files), dict(sorted(times.items()))
