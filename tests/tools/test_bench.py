@@ -77,15 +77,15 @@ def test_target_is_met_by_the_median_of_the_rounds_in_the_direction_asked(capsys
     assert second == "MISSED: x: 6 (4-7), target at most 5\n\n"
 
 
-def test_counter_counts_waits_views_and_bytes():
+def test_counter_counts_waits_views_and_memory():
     x, mask = torch.ones(1000), torch.ones(1000, dtype=torch.bool)
     with Counter() as counter:
-        x.view(10, 100).add_(1)  # reads 4,000 bytes and writes 4,000; the view is free
-    assert (counter.operators, counter.waits, counter.moved, counter.peak) == (1, 0, 8000, 0)
+        x.view(10, 100).add_(1)  # the view is free
+    assert (counter.operators, counter.waits, counter.peak) == (1, 0, 0)
     with Counter() as counter:
-        y = x + x  # 8,000 read, 4,000 written and kept
+        y = x + x
         del y
-    assert (counter.operators, counter.moved, counter.peak, counter.now) == (1, 12000, 4000, 0)
+    assert (counter.operators, counter.peak, counter.now) == (1, 4000, 0)
     for question in (lambda: x.sum().item(), lambda: x[mask], lambda: bool(x[0] > 0), lambda: x.nonzero()):
         with Counter() as counter:
             question()
@@ -190,12 +190,12 @@ def test_contrast_reports_time_memory_operators_and_waits(rows_of):
 
 
 @pytest.mark.slow
-def test_lars_reports_time_operators_waits_and_bytes(rows_of):
+def test_lars_reports_time_operators_and_waits(rows_of):
     found, text = rows_of("lars", "--device", "cpu")
     ours, timm, _ = found
     assert [row[""] for row in found] == [lars.OURS, lars.TIMM, lars.SGD] and "64 tensors" in text
     assert int(ours["operators"]) <= 30 and ours["host waits"] == "0"
-    assert float(ours["moved, MB"]) < float(timm["moved, MB"])
+    assert int(timm["operators"].replace(",", "")) > 1000
     assert "no 'fastsuncet kernel': it needs a CUDA device" in text
     assert re.search(r"^(met|MISSED): time of timm's Lars, times ours: .*, target at least 1$", text, re.M)
 

@@ -1,4 +1,4 @@
-"""Count operators, host waits and bytes at torch's dispatcher."""
+"""Count operators, host waits and memory at torch's dispatcher."""
 
 import weakref
 from typing import Any
@@ -18,7 +18,6 @@ WAITS = {
     "_unique2",
     "unique_dim",
 }
-WRITE_ONLY = {"zero_", "fill_", "copy_", "zero", "fill", "copy"}  # they do not read what they overwrite
 
 
 class Counter(TorchDispatchMode):
@@ -26,7 +25,6 @@ class Counter(TorchDispatchMode):
 
     operators: calls that reach a kernel, views left out. A GPU launches at least as many kernels.
     waits: calls after which the host must wait for the device: those in WAITS, and boolean indexing.
-    moved: bytes of all operands that operators read, plus bytes they write.
     now, peak: bytes of the storages that were created inside and are alive, and their largest sum at any time.
     largest: elements of the largest storage that an operator returned.
 
@@ -35,7 +33,7 @@ class Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators = self.waits = self.moved = self.now = self.peak = self.largest = 0
+        self.operators = self.waits = self.now = self.peak = self.largest = 0
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -47,24 +45,11 @@ class Counter(TorchDispatchMode):
             self.operators += 1
             masked = name.startswith("index") and any(x.dtype == torch.bool for x in inputs)
             self.waits += name in WAITS or masked
-            if not name.startswith("empty"):
-                self._count_bytes(func, args, kwargs or {}, outputs, name)
         known = {x.untyped_storage()._cdata for x in inputs}
         for x in outputs:
             self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
             self._track(x.untyped_storage(), known)
         return result
-
-    def _count_bytes(self, func, args: tuple, kwargs: dict, outputs: list[torch.Tensor], name: str) -> None:
-        for position, argument in enumerate(func._schema.arguments):
-            operand = args[position] if position < len(args) else kwargs.get(argument.name)
-            size = sum(x.nbytes for x in tensors(operand))
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            # Operands of `out=` are overwritten unread; everything else that is written in place is read first.
-            read = not (written and (argument.is_out or (position == 0 and name in WRITE_ONLY)))
-            self.moved += size * (written + read)
-        if not any(r.alias_info is not None for r in func._schema.returns):
-            self.moved += sum(x.nbytes for x in outputs)
 
     def _track(self, storage: torch.UntypedStorage, known: set[int]) -> None:
         identity, size = storage._cdata, storage.nbytes()

@@ -1,7 +1,7 @@
 """Time one optimizer step over a ResNet-50 and its head (27.97 M parameters, 163 tensors): LARS against its peers.
 
-Operators, host waits and bytes are counted at torch's dispatcher and hold on any device. It does not see what our own
-kernel moves, and it counts a foreach call once, though a GPU runs it in a few launches. CUDA itself counts launches.
+Operators, host waits and memory are counted at torch's dispatcher and hold on any device. It does not see our own
+kernel, and it counts a foreach call once, though a GPU runs it in a few launches. CUDA itself counts launches.
 
 The limit in bytes is that of two passes over float32: norms read w and g (8 per parameter), the update reads w, g, b
 and writes w, b (20). On a GPU the last row is a copy of as many bytes; on a CPU a copy also reads what it overwrites.
