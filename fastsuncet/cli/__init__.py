@@ -87,8 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         # and the job would have the abort's exit code (-6). Nothing is lost: on its way here the error has left all
         # `with` blocks, and so closed the metrics and the trackers. A checkpoint is written whole or not at all.
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # the process was started without one
-                stream.flush()
+            stream.flush()
         os._exit(code)
     return code
 
@@ -105,6 +104,7 @@ def _run(arguments: list[str] | None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if sys.stdout is None:  # the process was started without one
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    sys.stderr = sys.stderr or sys.stdout
     try:
         _handle_sigterm_as_pid1()
         if isinstance(sys.stdout, io.TextIOWrapper):  # a log in Latin-1 cannot hold every name

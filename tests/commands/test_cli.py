@@ -120,6 +120,12 @@ def test_main_prints_no_traceback_for_a_closed_pipe():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_main_says_errors_on_the_standard_output_where_there_is_no_other(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["config", "zzz"]) == 2 and sys.stderr is sys.stdout
+    assert capsys.readouterr().out.startswith("error: a config has no key zzz")
+
+
 def test_main_goes_on_without_a_standard_output(monkeypatch, capsys):
     for words, code in (["configs"], 0), (["config", "zzz"], 2):
         monkeypatch.setattr(sys, "stdout", None)

@@ -30,10 +30,14 @@ def test_say_line_escapes_control_characters_and_what_the_log_cannot_hold(name, 
     write.assert_called_once()
 
 
-@pytest.mark.parametrize("lost", ["pipe", "disk", "both"])
+@pytest.mark.parametrize("lost", ["pipe", "disk", "both", "closed"])
 def test_process_goes_on_without_its_standard_output(lost):
-    """Its reader has ended (`| head`), or its disk is full."""
-    program = "from pipelines.output import say_line\nfor i in range(3): say_line(f'line {i}')\nprint('more')"
+    """Its reader has ended (`| head`), its disk is full, or it was started without one (`>&- 2>&-`)."""
+    program = (
+        "from pipelines.output import say_line, show_progress\n"
+        "for i in range(3): say_line(f'line {i}')\n"
+        "show_progress('what', 1, 3)\nprint('more')"
+    )
     reading, output = os.pipe()
     os.close(reading)
     with open("/dev/full", "w") as full:
@@ -42,10 +46,11 @@ def test_process_goes_on_without_its_standard_output(lost):
             stdout=full if lost == "disk" else output,
             stderr=full if lost == "both" else subprocess.PIPE,
             text=True,
+            preexec_fn=lambda: os.closerange(1, 3) if lost == "closed" else None,
         )
     os.close(output)
     assert done.returncode == 0
-    assert lost == "both" or done.stderr.count("the output cannot be written any more") == 1
+    assert lost in ("both", "closed") or done.stderr.count("the output cannot be written any more") == 1
 
 
 def test_duration_has_two_digits_or_whole_minutes():
