@@ -117,6 +117,8 @@ def test_images_that_decoders_turn_differently_are_bad(tmp_path, recwarn):
         assert stored.sizes.tolist() == [[6, 8]] and not stored.bad
         assert upright.sizes.tolist() == ([[6, 8] if name == "none" else [8, 6]] if good else [[0, 0]]), name
         assert good or "decoders turn by differently" in upright.bad[0]
+    Image.new("P", (8, 6)).save(tmp_path / "palette.png", transparency=b"\x07\x09")
+    assert read_rgb(tmp_path / "palette.png").shape == (6, 8, 3)
     assert not recwarn.list
 
 
