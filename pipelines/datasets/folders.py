@@ -21,8 +21,8 @@ from pipelines.output import say_line
 SAMPLE = 1000
 # Folders of a NAS, a file system or an archive program: thumbnails, deleted files, what nobody may list.
 _SYSTEM = ("@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__MACOSX")
-# In place of a folder's time in ns: it cannot be found, and it is so new that another change could leave it as it is.
-GONE, UNSURE = -2, -1
+# In place of a folder's time in ns: it cannot be found, or it is so new that another change could leave it as it is.
+UNSURE = -1
 _TICK = 2_000_000_000  # ns; the times of some file systems have steps of two seconds
 
 
@@ -144,11 +144,11 @@ def _compared(index: ImageIndex, root: Path, rows: np.ndarray) -> ImageIndex:
 
 
 def folder_time(folder: str | os.PathLike[str]) -> int:
-    """Return the time in ns at which a file last came to a folder, left it or was renamed; or GONE, or UNSURE."""
+    """Return the time in ns at which a file last came to a folder, left it or was renamed, or UNSURE."""
     try:
         changed = os.stat(folder).st_mtime_ns
     except OSError:
-        return GONE
+        return UNSURE
     return changed if 0 <= changed < time.time_ns() - _TICK else UNSURE
 
 
