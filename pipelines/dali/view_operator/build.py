@@ -4,6 +4,7 @@ A library's name holds a hash of what decides its code: sources, flags (those in
 DALI and its CUDA, the kind of processor. The compiler is not part of it, so a run needs none to use what was built.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -46,10 +47,12 @@ def kept(*, prebuilt: bool = False) -> Path | None:
 
     `prebuilt`: what is kept in this package, and not in the cache folder.
     """
-    if dali_problem() is not None or folder_problem() is not None:
+    if dali_problem() is not None:
         return None
-    name = library_name()
-    folders = [PREBUILT, *([] if prebuilt else [code_cache.cache_folder("view_operator")])]
+    name, folders = library_name(), [PREBUILT]
+    if not prebuilt:
+        with contextlib.suppress(RuntimeError):  # a user without a home directory
+            folders.append(code_cache.cache_folder("view_operator"))
     return next((path for f in folders if code_cache.read(path := f / name) is not None), None)
 
 
@@ -65,11 +68,6 @@ def unavailable() -> str | None:
             f"CUDA's headers {' and '.join(missing)} were not found: torch's CUDA wheels for Linux have them, or set "
             "CUDA_HOME"
         )
-    return folder_problem()
-
-
-def folder_problem() -> str | None:
-    """Return why nothing can be kept in, or executed from, the cache folder; None if it is safe or does not exist."""
     try:
         folder = code_cache.cache_folder("view_operator")
     except RuntimeError as error:  # a user without a home directory

@@ -97,6 +97,10 @@ def test_build_prebuilt_serves_every_user_of_an_installation(tiny, tmp_path, mon
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert main(["--prebuilt"]) == 0 and f"was built before: {path}\n" in capsys.readouterr().out
     assert path.parent.stat().st_mode & 0o777 == 0o755 and path.stat().st_mode & 0o777 == 0o644
+    own.parent.chmod(0o777)  # nothing is executed from there
+    assert build.kept() == path
+    no_home(monkeypatch, tmp_path)
+    assert build.kept() == path
 
 
 @pytest.mark.parametrize(
