@@ -76,6 +76,10 @@ def test_open_pack_takes_patterns(folder):
         ("{a-000,a-001,a-000}.tar", ["a-000.tar", "a-001.tar"]),
     ):
         assert [path.name for path in open_pack(f"{folder}/{pattern}").pack.paths] == names
+    (folder / "a-000.tar").rename(folder / "{b,c}.tar")  # names of what exists are not patterns
+    folder = folder.rename(folder.with_name("{1..3}[d]"))
+    for there in (folder / "{b,c}.tar", folder):
+        assert open_pack(there).pack.paths[-1].name == "{b,c}.tar"
 
 
 def test_open_pack_names_what_is_missing(folder, tmp_path):
