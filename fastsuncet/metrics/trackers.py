@@ -20,6 +20,7 @@ import numpy as np
 
 from fastsuncet.config import Config, flat
 from fastsuncet.config.reader import as_yaml
+from fastsuncet.errors import Preempted
 from pipelines import atomic_files
 from pipelines.output import Say, counted, say_line
 
@@ -48,8 +49,8 @@ class Tracker:
     def text(self, name: str, text: str, step: int) -> None:
         """Add a text, a JSON file for example."""
 
-    def close(self) -> None:
-        """Wait until all is written. Raises where something could not be sent."""
+    def close(self, failure: BaseException | None) -> None:
+        """Wait until all is written; `failure` has ended the run. Raises where something could not be sent."""
 
     @staticmethod
     def abandon() -> None:
@@ -65,7 +66,6 @@ class TensorBoard(Tracker):
         self.where = f"TensorBoard, {folder / 'tensorboard'}"
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
         self._step = max(0, (purge_step or 0) - 1)  # that a continued run begins with
-        self.close = self._writer.close
 
     def settings(self, config: Config) -> None:
         from torch.utils.tensorboard.summary import hparams
@@ -87,6 +87,9 @@ class TensorBoard(Tracker):
 
     def text(self, name: str, text: str, step: int) -> None:
         self._writer.add_text(name, "    " + text.replace("\n", "\n    "), step)  # Markdown for text as it is
+
+    def close(self, failure: BaseException | None) -> None:
+        self._writer.close()
 
 
 class WeightsAndBiases(Tracker):
@@ -116,7 +119,6 @@ class WeightsAndBiases(Tracker):
             resume="allow",
             settings=wandb.Settings(console="off", disable_git=True, save_code=False),
         )
-        self.close = self._run.finish
         # W&B's own step can only grow; ours goes back after a restart.
         self._run.define_metric("*", step_metric="step")
 
@@ -129,6 +131,9 @@ class WeightsAndBiases(Tracker):
 
     def picture(self, name: str, pixels: np.ndarray, step: int) -> None:
         self._run.log({name: self._image(pixels), "step": step})
+
+    def close(self, failure: BaseException | None) -> None:
+        self._run.finish(exit_code=0 if failure is None else getattr(failure, "exit_code", 1))
 
     @staticmethod
     def abandon() -> None:
@@ -177,9 +182,12 @@ class MLflow(Tracker):
         run = found[0] if found else self._client.create_run(number, tags=tags, run_name=name)
         self._id, self._params = run.info.run_id, set(run.data.params)
         self._unsent: list[str] = []
-        self._client.update_run(self._id, status="RUNNING")
+        # An evaluation leaves it as it is: the run can be in training.
+        self._status, self._starts = run.info.status if found else "FINISHED", False
 
     def settings(self, config: Config) -> None:
+        self._starts = True
+        self._client.update_run(self._id, status="RUNNING")
         # A param is written once: of a continued run, config.yaml has the values that changed.
         values = {k: v for k, v in flat(config.canonical()).items() if k not in self._params}
         params = [self._param(key, as_yaml(value)) for key, value in values.items()]
@@ -201,11 +209,14 @@ class MLflow(Tracker):
     def text(self, name: str, text: str, step: int) -> None:
         self._client.log_text(self._id, text, name)
 
-    def close(self) -> None:
+    def close(self, failure: BaseException | None) -> None:
+        if self._starts:
+            self._status = "KILLED" if isinstance(failure, Preempted) else "FAILED" if failure else "FINISHED"
+        if self._status != "RUNNING":
+            self._client.set_terminated(self._id, self._status)
         if self._unsent:
             lost = counted(len(self._unsent), "line")
             raise OSError(f"{lost} of numbers not sent; the first: {self._unsent[0]}")
-        self._client.set_terminated(self._id)
 
 
 TRACKERS: dict[str, type[Tracker]] = {
@@ -221,6 +232,7 @@ class Caller:
     def __init__(self, kind: type[Tracker], say: Say, *arguments: Any):
         self._kind, self._say = kind, say
         self._calls: SimpleQueue[Callable[[Tracker], object] | None] = SimpleQueue()
+        self._failure: BaseException | None = None
         self._opened = threading.Event()
         self._given_up = False
         self._thread = threading.Thread(target=self._work, args=arguments, daemon=True)
@@ -233,8 +245,9 @@ class Caller:
         if self._thread.is_alive():
             self._calls.put(call)
 
-    def close(self) -> None:
-        """Wait until the tracker has everything, PATIENCE seconds at most."""
+    def close(self, _: type[BaseException] | None, failure: BaseException | None, traceback: Any) -> None:
+        """Wait until the tracker has everything, PATIENCE seconds at most; `failure` has ended the run."""
+        self._failure = failure
         self._calls.put(None)
         self._thread.join(PATIENCE)
         if self._thread.is_alive():
@@ -255,7 +268,7 @@ class Caller:
             self._opened.set()
             while call := self._calls.get():
                 call(tracker)
-            tracker.close()
+            tracker.close(self._failure)
         except Exception as error:
             if not self._given_up:
                 # The first line of pydantic's errors and SQLAlchemy's does not have the reason.
@@ -284,7 +297,7 @@ class Trackers(contextlib.ExitStack):
         name = str(folder.relative_to(runs)) if folder.is_relative_to(runs) else folder.name
         for key, asked in config.logging.trackers.items():
             self._callers.append(Caller(TRACKERS[key], say, asked, folder, name, purge_step))
-            self.callback(self._callers[-1].close)
+            self.push(self._callers[-1].close)
 
     def tell(self, call: Callable[[Tracker], object]) -> None:
         """Let `call` be made with every tracker that has not failed."""

@@ -1,5 +1,6 @@
 """What the trackers hold of a run: config, numbers, pictures, results. The real packages where they are installed."""
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from fastsuncet.errors import FastSuncetError
+from fastsuncet.errors import FastSuncetError, Preempted
 from fastsuncet.metrics import trackers
 from fastsuncet.metrics.results import send_results
 from fastsuncet.metrics.trackers import Trackers
@@ -80,6 +81,7 @@ def test_tracker_holds_config_numbers_views_and_results_of_a_continued_run(tmp_p
     temperature = held["config"].get("criterion.temperature") or held["config"]["criterion"]["temperature"]
     assert float(temperature) == config.criterion.temperature
     assert [each for each in held["pictures"] if "views" in each]
+    assert held.get("status", "FINISHED") == "FINISHED"
     if name != "wandb":
         assert any(text.startswith("config") for text in held["texts"])
         results = "results/finetune-bernoulli-0.1-step00000004"
@@ -115,6 +117,31 @@ def test_mlflow_writes_to_a_server_and_reports_what_was_not_sent(tmp_path, monke
     fake.unsent = iter([RuntimeError("no\n  answer"), *(RuntimeError("too late"),) * 2])
     lost = "OSError: 3 lines of numbers not sent; the first: no answer"
     assert run(config, 1, 3)[-1] == FAILED.format("MLflow", lost)
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [(Preempted("SIGTERM"), "KILLED", 75), (OSError("full"), "FAILED", 1), (None, "FINISHED", 0)],
+)
+def test_tracker_is_told_how_a_run_ended_and_an_evaluation_beside_it_ends_nothing(
+    tmp_path, monkeypatch, failure, status, code
+):
+    mlflow, wandb = (support.stand_in(monkeypatch, name) for name in ("mlflow", "wandb"))
+    config, started = config_of(tmp_path, "mlflow"), threading.Event()
+    both = config.with_values({"logging.wandb": "project"})
+    run(config, 0, 1)  # it has a status
+    with (
+        contextlib.suppress(Preempted, OSError),
+        MetricsWriter(config.run_folder, COLUMNS, config=both) as writer,
+    ):
+        writer._tell(lambda _: started.set())
+        started.wait(60)
+        send_results(config, [])
+        assert [run.info.status for run in mlflow.runs.values()] == ["RUNNING"]
+        if failure:
+            raise failure
+    assert [run.info.status for run in mlflow.runs.values()] == [status]
+    assert wandb.begun[-1]["exit_code"] == code
 
 
 @pytest.mark.parametrize("call", ["__init__", "write", "close"])

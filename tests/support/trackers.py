@@ -46,11 +46,11 @@ def mlflow(folder: Path) -> Held:
     client = sys.modules["mlflow"].MlflowClient(tracking_uri=f"sqlite:///{folder.resolve()}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
     number = run.info.run_id
-    assert run.info.status == "FINISHED"
     files = (path for path in (folder / "mlflow").rglob("*") if path.is_file())
     names = [str(path).split("/artifacts/")[1] for path in files]
     return {
         "config": run.data.params,
+        "status": run.info.status,
         "numbers": {
             key: [(each.step, each.value) for each in client.get_metric_history(number, key)]
             for key in run.data.metrics
@@ -139,8 +139,11 @@ class FakeWandb(ModuleType):
         def update(values: dict, allow_val_change: bool) -> None:
             self.records.append((json.loads(json.dumps(values)), {}, []))
 
+        def finish(exit_code: int) -> None:
+            self.begun[-1]["exit_code"] = exit_code
+
         nothing, config = lambda *_, **__: None, SimpleNamespace(update=update)
-        return SimpleNamespace(config=config, log=log, finish=nothing, define_metric=nothing)
+        return SimpleNamespace(config=config, log=log, finish=finish, define_metric=nothing)
 
 
 class FakeMlflow(ModuleType):
@@ -186,8 +189,8 @@ class FakeMlflow(ModuleType):
     def update_run(self, number, status):
         self.runs[number].info.status = status
 
-    def set_terminated(self, number):
-        self.update_run(number, "FINISHED")
+    def set_terminated(self, number, status):
+        self.update_run(number, status)
 
     def log_batch(self, number, metrics=(), params=()):
         if metrics and (error := next(self.unsent, None)):
