@@ -11,9 +11,6 @@ that every kernel follows it.
 import contextlib
 import ctypes
 import functools
-import itertools
-import struct
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,57 +33,22 @@ def compiled(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
     return cuda_compiler.compiled(SOURCES / source, arch, (*OPTIONS, *options))
 
 
-class Arguments:
-    """A kernel's arguments as the driver takes them: an array of the addresses of their values.
+def arguments(*values: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return a kernel's arguments as NVIDIA's bindings take them: values, and their types in ctypes.
 
-    Tensor or None: a pointer. int: long long. float: float. bytes: a structure by value. The driver copies them before
-    the launch returns, so they can be rewritten then; the tensors must live longer, as for any asynchronous call.
+    Tensor or None: a pointer. int: long long. float: float. A structure of ctypes, whose type is None: itself, by
+    value. The driver copies them before the launch returns; the tensors must live longer, as for any asynchronous call.
     """
-
-    def __init__(self, *values: Tensor | float | bytes | None):
-        parts = [_format(value) for value in values]
-        self.layout = struct.Struct("=" + "".join(parts))
-        self.memory = ctypes.create_string_buffer(self.layout.size)
-        sizes = itertools.accumulate((struct.calcsize("=" + part) for part in parts[:-1]), initial=0)
-        addresses = (ctypes.addressof(self.memory) + size for size in sizes)
-        self.pointers = (ctypes.c_void_p * len(values))(*addresses)
-        self.address = ctypes.addressof(self.pointers)
-        self.rewrite(*values)
-
-    def rewrite(self, *values: Tensor | float | bytes | None) -> None:
-        """Take other values, of the types that the first ones had."""
-        plain = [0 if x is None else x.data_ptr() if isinstance(x, Tensor) else x for x in values]
-        self.layout.pack_into(self.memory, 0, *plain)
-
-
-def _format(value: Any) -> str:
-    """Return how `struct` packs a value, in multiples of 8 bytes, to which all types of an argument are aligned."""
-    if value is None or isinstance(value, Tensor):
-        return "Q"
-    if isinstance(value, int):  # a bool is an int
-        return "q"
-    if isinstance(value, float):
-        return "f4x"
-    if isinstance(value, bytes):
-        return f"{len(value)}s"
-    raise TypeError(f"a kernel takes tensors, None, int, float and bytes, not {type(value).__name__}")
-
-
-# By thread: forward and backward run in different ones, and one must not rewrite what the other is about to launch.
-_kept = threading.local()
-
-
-def arguments(kernel: str, *values: Tensor | float | bytes | None) -> Arguments:
-    """Return the arguments of the next launch of `kernel` in this thread; the one after it rewrites them.
-
-    A step of a ResNet-50 with BatchNorm over ranks has 371 launches, and new arguments take the host a multiple.
-    """
-    kept = vars(_kept)
-    if kernel in kept:
-        kept[kernel].rewrite(*values)
-    else:
-        kept[kernel] = Arguments(*values)
-    return kept[kernel]
+    plain, types = [], []
+    for value in values:
+        kind = None
+        if value is None or isinstance(value, Tensor):
+            value, kind = 0 if value is None else value.data_ptr(), ctypes.c_void_p
+        elif isinstance(value, int | float):  # a bool is an int
+            kind = ctypes.c_float if isinstance(value, float) else ctypes.c_longlong
+        plain.append(value)
+        types.append(kind)
+    return tuple(plain), tuple(types)
 
 
 class Module:
@@ -118,11 +80,10 @@ class Module:
                 self.functions[kernel] = check(self.driver.cuModuleGetFunction(self.module, kernel.encode()))
             # Backward runs in threads of torch. CUDA's runtime binds its context to a thread at its first call; the
             # driver refuses a thread without one, so a backward pass whose first kernel is this one would fail.
-            if kernel not in vars(_kept) and int(check(self.driver.cuCtxGetCurrent())) == 0:
+            if int(check(self.driver.cuCtxGetCurrent())) == 0:
                 check(self.driver.cuCtxSetCurrent(self.context))
-            address = arguments(kernel, *values).address
             status = self.driver.cuLaunchKernel(
-                self.functions[kernel], *grid, 1, block, 1, 1, shared, stream, address, 0
+                self.functions[kernel], *grid, 1, block, 1, 1, shared, stream, arguments(*values), 0
             )
         if int(status[0]) != 0:
             raise KernelError(f"{kernel} of {self.source}, grid {grid}, block {block}: {status[0].name}")

@@ -35,6 +35,12 @@ APEX = "apex"  # the name of the path
 APEX_CHUNK = 2048 * 32  # elements of a block, as apex itself has it
 
 
+class Gradients(ctypes.Structure):
+    """The addresses of the gradients of a launch, as lars.cu takes them."""
+
+    _fields_ = (("of", ctypes.c_void_p * TENSORS),)
+
+
 class UnsupportedTensors(KernelError):
     """The kernel cannot take these tensors; nothing was launched."""
 
@@ -70,7 +76,7 @@ def lars_kernel(
     for start in range(0, len(params), TENSORS):
         part = slice(start, start + TENSORS)
         tensors, chunks, slots = _table(params[part], buffers[part])
-        gradients = bytes((ctypes.c_void_p * TENSORS)(*(g.data_ptr() for g in grads[part])))
+        gradients = Gradients(tuple(g.data_ptr() for g in grads[part]))
         common, grid = (tensors, chunks, gradients, grad_scale), (len(chunks), 1)
         if s.lars:
             module.launch("lars_norms", grid, THREADS, *common, slots)

@@ -65,12 +65,12 @@ class HostModule:
     def launch(self, kernel, grid, block, *values, shared=0):
         if 0 in grid:
             return
-        arguments = launcher.arguments(kernel, *values)
         self.launched.append(kernel)
-        count = len(arguments.pointers)
+        held = [value if kind is None else kind(value) for value, kind in zip(*launcher.arguments(*values))]
+        addresses = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
         call = getattr(self.library, f"launch_{self.space}_{kernel}")
-        takes = call(ctypes.c_void_p(arguments.address), count, *grid, block, shared)
-        assert takes == 0, f"{kernel} takes {takes} arguments, its caller gave {count}"
+        takes = call(addresses, len(held), *grid, block, shared)
+        assert takes == 0, f"{kernel} takes {takes} arguments, its caller gave {len(held)}"
 
 
 @contextlib.contextmanager
