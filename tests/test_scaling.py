@@ -18,8 +18,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import small_config
 
 RANKS, IMAGES, LABELED, CLASSES = 2, 4, 6, 10
-# gloo reduces whole what NCCL scatters.
-GATHER, REDUCE = "_allgather_base_", "allreduce_"
+GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
 SWAV = ("criterion.instance=swav", "swav.prototypes=12", "swav.small_crops=3", "swav.small_size=8")
 CASES = {
     "suncet": (),
@@ -57,7 +56,7 @@ def documented(config: Config) -> tuple[Counter, int]:
         sent[GATHER, RANKS * 16] += 1
         sent[GATHER, size] += gathers
         sent[GATHER, RANKS * 8 * count] += labels
-        sent[REDUCE, size] += c.keys == "attached"
+        sent[SCATTER, size] += c.keys == "attached"
 
     if c.instance == "nt_xent":
         compared(2 * IMAGES)
@@ -67,7 +66,7 @@ def documented(config: Config) -> tuple[Counter, int]:
     else:
         compared(LABELED, labels=True, gathers=2)
         predictions = RANKS * 4 * c.classes_per_batch
-        sent.update([(GATHER, RANKS * 16), (GATHER, predictions), (REDUCE, predictions)])
+        sent.update([(GATHER, RANKS * 16), (GATHER, predictions), (SCATTER, predictions)])
         sent[GATHER, RANKS * 4 * LABELED] += config.paws.prior == "labels"
     if c.supervision == "suncet":
         compared(LABELED, labels=True)

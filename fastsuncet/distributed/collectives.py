@@ -44,21 +44,14 @@ def all_gather_rows(x: Tensor, group: Group = None) -> Tensor:
 
 
 def reduce_scatter_rows(x: Tensor, group: Group = None) -> Tensor:
-    """Return this rank's rows, summed over ranks: (W N, ...) on each rank -> (N, ...). No gradient.
+    """Return this rank's rows, summed over ranks: (W N, ...) on each rank -> (N, ...). No gradient. W is above 1.
 
     The order of the sum depends only on the world size, so equal inputs give equal bits.
     """
-    rows = x.shape[0] // world_size(group)
-    if x.numel() == 0:
-        return x.new_empty(rows, *x.shape[1:])
-    if x.is_cuda and "cuda:nccl" in str(dist.get_backend_config(group)):
-        own = x.new_empty(rows, *x.shape[1:])
+    own = x.new_empty(x.shape[0] // world_size(group), *x.shape[1:])
+    if x.numel() > 0:
         dist.reduce_scatter_tensor(own, x.contiguous(), group=group)
-        return own
-    # Older gloo has no reduce-scatter. This costs W times the bytes, on a path for CPUs.
-    total = sum_over_ranks(x, group)
-    start = rank(group) * rows
-    return total[start : start + rows].clone()
+    return own
 
 
 class _GatherRows(torch.autograd.Function):
