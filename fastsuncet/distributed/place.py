@@ -78,8 +78,8 @@ def slurm_endpoint() -> tuple[str, int]:
     """Return where the ranks of a Slurm step meet: its first host, and a port that jobs that share it do not have."""
     # The first node of the job need not be one of the step. A list is compressed: "gpu[003-006,9],login".
     nodes = os.environ.get("SLURM_STEP_NODELIST") or _slurm("SLURM_JOB_NODELIST")
-    name, _, numbers = nodes.partition(",")[0].partition("[")
-    return name + re.split("[-\\]]", numbers)[0], 20_000 + _number("SLURM_JOB_ID", 9_511) % 10_000
+    nodes = re.sub(r"\[(\w+)[^]]*\]", r"\1", nodes)
+    return nodes.partition(",")[0], 20_000 + _number("SLURM_JOB_ID", 9_511) % 10_000
 
 
 def _slurm(name: str) -> str:

@@ -46,6 +46,7 @@ SLURM = {
         ({"SLURM_JOB_NODELIST": "node7"}, ("13", "16", "5", "node7")),
         ({"SLURM_JOB_NODELIST": "a1,b[2-3]"}, ("13", "16", "5", "a1")),
         ({"SLURM_STEP_NODELIST": "rack-2-n[10,12],x"}, ("13", "16", "5", "rack-2-n10")),
+        ({"SLURM_STEP_NODELIST": "r[1-2,4]n[01-07]-ib,x"}, ("13", "16", "5", "r1n01-ib")),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ("1", "2", None, None)),  # torchrun's own variables win
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NNODES": "1"}, (None,) * 4),  # one process
     ],
