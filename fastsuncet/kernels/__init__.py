@@ -1,4 +1,4 @@
-"""CUDA C++ kernels: sources (*.cu), their compiler and their launcher. fastsuncet/tuning/fast_paths.py has their twins.
+"""CUDA C++ kernels: sources (*.cu), their compiler and their launcher. docs/speed.md has their twins.
 
 All agree with their twins on an H200 (`pytest -m gpu`). Without a GPU the tests compile them for every generation and
 run the same sources on a CPU, with a real thread for each CUDA thread (tests/support/host_shim).

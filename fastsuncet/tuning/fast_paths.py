@@ -58,8 +58,6 @@ Paths = dict[str, str | None]  # path -> why the run does not use it, None if it
 class FastPath(NamedTuple):
     """A row of PATHS. A reason is a clause for the line `speed`; None: there is none."""
 
-    what: str
-    twin: str  # what computes the same where it is off
     missing: Callable[[], str | None]  # what this machine lacks for it
     # Why the config, which has no precision "auto", does without.
     excluded: Callable[[Config, Arithmetic], str | None]
@@ -131,18 +129,14 @@ def _no_view_operator() -> str | None:
     return switches.switched_off() or dali_problem() or view_operator.state()[1]
 
 
-LARS, VIEWS = "optim/lars_foreach.py", "DALI's own operators"
-BATCHNORM = "torch's BatchNorm, models/sync_batchnorm.py over ranks"
-# In this order they are tried.
+# In this order they are tried. docs/speed.md has what each is for, and its twin.
 PATHS = {
-    "lars.cu": FastPath("LARS in two launches", LARS, _no_kernels, _not_lars, trials.lars),
-    APEX: FastPath("LARS without lars.cu", LARS, _no_apex, _not_apex, trials.apex),
-    "contrast.cu": FastPath(
-        "the contrastive losses", "losses/contrast.py", _no_kernels, _not_contrast, trials.contrast_rows
-    ),
-    "norm.cu": FastPath("BatchNorm", BATCHNORM, _no_kernels, _not_norm, trials.norm, "model.fused_batchnorm"),
-    VIEW: FastPath("the views", VIEWS, _no_view_operator, _not_view, trials.view, "data.view_operator"),
-    GRAPH: FastPath("a step", "training/step.py", lambda: None, _not_graph, key="meta.cuda_graph"),
+    "lars.cu": FastPath(_no_kernels, _not_lars, trials.lars),
+    APEX: FastPath(_no_apex, _not_apex, trials.apex),
+    "contrast.cu": FastPath(_no_kernels, _not_contrast, trials.contrast_rows),
+    "norm.cu": FastPath(_no_kernels, _not_norm, trials.norm, "model.fused_batchnorm"),
+    VIEW: FastPath(_no_view_operator, _not_view, trials.view, "data.view_operator"),
+    GRAPH: FastPath(lambda: None, _not_graph, key="meta.cuda_graph"),
 }
 
 
