@@ -160,16 +160,14 @@ KERNEL(norm_moments)(const uint4* x, float* moments, long long n, long long chan
 
 constexpr int ACROSS = THREADS / 8;  // channels of a joining block, 8 threads each
 
-// Into `out` (1 + 2 C); 1 / sqrt(variance + eps) and the running statistics where there are any.
+// Into `out` (1 + 2 C), `inverse`, 1 / sqrt(variance + eps), and the running statistics.
 __device__ void keep(float* out, float* inverse, float* running_mean, float* running_variance, long long channels,
                      long long channel, float n, float mean, float variance, float eps, float momentum) {
     if (channel == 0) out[0] = n;
     out[1 + channel] = mean, out[1 + channels + channel] = variance;
-    if (inverse) inverse[channel] = 1.0f / sqrtf(variance + eps);
-    if (running_mean) {
-        running_mean[channel] += momentum * (mean - running_mean[channel]);
-        running_variance[channel] += momentum * (variance * (n / (n - 1.0f)) - running_variance[channel]);
-    }
+    inverse[channel] = 1.0f / sqrtf(variance + eps);
+    running_mean[channel] += momentum * (mean - running_mean[channel]);
+    running_variance[channel] += momentum * (variance * (n / (n - 1.0f)) - running_variance[channel]);
 }
 
 // (groups, 1 + 2 C) -> `out`, or -> `sums` (1 + 2 C) that ranks add up: n, n mean, n (variance + mean^2), in float64,
@@ -228,13 +226,13 @@ __device__ void constants(const float* from, float* values) {
 
 // The constants of a thread's channels. Forward and backward compute the same bits of the ReLU's input.
 struct Norm {
-    float mean[V], inverse[V], scale[V], bias[V] = {};
+    float mean[V], inverse[V], scale[V], bias[V];
     __device__ Norm(const float* mean_, const float* inverse_, const float* weight_, const float* bias_, int channel) {
         constants(mean_ + channel, mean);
         constants(inverse_ + channel, inverse);
-        if (weight_) constants(weight_ + channel, scale);
-        if (bias_) constants(bias_ + channel, bias);
-        for (int v = 0; v < V; ++v) scale[v] = weight_ ? inverse[v] * scale[v] : inverse[v];
+        constants(weight_ + channel, scale);
+        constants(bias_ + channel, bias);
+        for (int v = 0; v < V; ++v) scale[v] *= inverse[v];
     }
     __device__ float of(float x, int v) const { return fmaf(x - mean[v], scale[v], bias[v]); }
 };
