@@ -71,8 +71,6 @@ def why_not(device: torch.device, prove: Proof) -> str | None:
 
     Raises torch.OutOfMemoryError.
     """
-    if reason := switched_off():
-        return reason
     try:
         # In any state of the caller: a proof runs backward, and in the dtypes that it names.
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):

@@ -1,8 +1,8 @@
 """What a trial of a fast path found, and what follows. It is kept on the disk, so that a later start tries nothing.
 
-The file is $FASTSUNCET_CACHE/verdicts/KEY.json, else ~/.cache/fastsuncet/verdicts/KEY.json, for a path, a card, its
-driver, versions, program, environment and the shapes of the run. It switches a path on or off and nothing else. A file
-that another user could have written, or that is not whole, counts as absent. It is never wrong to delete it.
+The file is verdicts/KEY.json in the folder of pipelines/code_cache.py, for a path, a card, its driver, versions,
+program, environment and the shapes of the run. It switches a path on or off and nothing else. A file that another user
+could have written, or that is not whole, counts as absent. It is never wrong to delete it.
 """
 
 import hashlib

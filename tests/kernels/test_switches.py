@@ -43,7 +43,7 @@ def test_agrees_tries_nothing_during_a_capture_or_when_off(gpu, monkeypatch):
         assert not switches.agrees("x.cu", gpu, untouched)
     monkeypatch.setenv("FASTSUNCET_KERNELS", "off")
     assert not switches.agrees("x.cu", gpu, untouched)
-    assert switches.why_not(gpu, untouched) == "FASTSUNCET_KERNELS is off: unset it"
+    assert switches.switched_off() == "FASTSUNCET_KERNELS is off: unset it"
 
 
 def test_usable_leaves_tensors_without_memory_to_the_twin(gpu):
