@@ -116,11 +116,7 @@ def broadcast_json(value: Any) -> Any:
 
 def any_rank(flag: bool) -> bool:
     """Return whether `flag` is set on any rank, so that all ranks act on it together. Waits for the device."""
-    if world_size() == 1:
-        return bool(flag)
-    flags = torch.tensor([int(flag)], dtype=torch.int32, device=_device())
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
+    return any(gather_json(flag))
 
 
 class StopConsensus:
