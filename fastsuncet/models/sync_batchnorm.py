@@ -34,14 +34,12 @@ from fastsuncet.models import norm_kernel
 from fastsuncet.models.resnet import BasicBlock, Bottleneck, ResNet, WideResNet
 
 
-def synchronize(model: nn.Module) -> nn.Module:
-    """Replace every BatchNorm of `model` by a `RankBatchNorm`. In a single process, return `model` unchanged.
+def synchronize(model: nn.Module, *, shared: bool = True) -> nn.Module:
+    """Replace every BatchNorm of `model` by a `RankBatchNorm`; `shared`: with the statistics of all ranks.
 
     Parameters, buffers and state_dict keys stay the same objects, so this can come before or after loading
     weights or building an optimizer, but must come before DDP.
     """
-    if world_size() == 1:
-        return model
     if isinstance(model, _BatchNorm):
         own = type(model).forward not in (_BatchNorm.forward, RankBatchNorm.forward)
         if own or any(x is None for x in (model.weight, model.bias, model.running_mean, model.momentum)):
@@ -49,29 +47,23 @@ def synchronize(model: nn.Module) -> nn.Module:
                 f"model.sync_batchnorm: the network's {type(model).__name__} is not a plain BatchNorm, and its "
                 "statistics cannot be shared by several processes: set model.sync_batchnorm=false"
             )
-        return RankBatchNorm.take_over(model)
-    for name, child in model.named_children():
-        setattr(model, name, synchronize(child))
-    return model
-
-
-def fuse(model: nn.Module, *, shared: bool) -> nn.Module:
-    """Fuse the BatchNorms of a ResNet with what follows them; `shared`: with the statistics of all ranks.
-
-    Replaces `synchronize`, and must come before DDP. Parameters, buffers and state_dict keys stay the same
-    objects. Of other networks than those of resnet.py only the BatchNorms are replaced.
-    """
-    if isinstance(model, _BatchNorm):
         norm = RankBatchNorm.take_over(model)
         norm.shared = shared
         return norm
     for name, child in model.named_children():
-        setattr(model, name, fuse(child, shared=shared))
-    if isinstance(model, BasicBlock | Bottleneck | ResNet | WideResNet):  # others can use a ReLU twice
-        for norm in model.children():
-            if isinstance(norm, RankBatchNorm):
-                norm.relu = True
-        model.relu = nn.Identity()
+        setattr(model, name, synchronize(child, shared=shared))
+    return model
+
+
+def fuse(model: nn.Module, *, shared: bool) -> nn.Module:
+    """Do as `synchronize`, and fuse the BatchNorms of a ResNet of resnet.py with what follows them."""
+    model = synchronize(model, shared=shared)
+    for block in model.modules():
+        if isinstance(block, BasicBlock | Bottleneck | ResNet | WideResNet):  # others can use a ReLU twice
+            for norm in block.children():
+                if isinstance(norm, RankBatchNorm):
+                    norm.relu = True
+            block.relu = nn.Identity()
     return model
 
 
