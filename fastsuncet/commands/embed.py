@@ -2,8 +2,8 @@
 
 While it runs, what is done lies in a hidden folder next to the file, and the same command continues it:
 
-    .NAME.part/DIGEST/00001024   a sha256, which images were skipped and why, the rows of the images from 1,024 on
-                                 as float32; DIGEST is that of images, network and batches
+    .NAME.part/DIGEST/rows   as float32; DIGEST is that of images, network and batches
+    .NAME.part/DIGEST/done   a sha256, and JSON: those of the blocks that are written, what was skipped and why
 """
 
 import hashlib
@@ -49,6 +49,7 @@ SETTINGS = Config.from_values(
 # Batches between two saves. Starting the decoder again costs about a second, and a stop the batches since the save.
 SAVE_EVERY = {"cpu": 4, "cuda": 64}
 ROW = np.dtype("<f4")
+STATE = "done"
 DIGEST = hashlib.sha256().digest_size
 # A folder, files, also those of a dictionary with their classes, or pixels (N, H, W, 3) uint8.
 ImageInput = str | Path | Iterable[str | Path] | NDArray[Any]
@@ -197,7 +198,7 @@ class FolderPass:
                 try:
                     rows = self._continued(part)
                 finally:
-                    if not any(part.glob("*/[0-9]*")):  # nothing is done that could be continued
+                    if not any(part.glob(f"*/{STATE}")):  # nothing is done that could be continued
                         atomic_files.remove(part)
                 self._require_a_good_one()
                 temporary = part / output.name
@@ -248,38 +249,37 @@ class FolderPass:
         for other in others:
             atomic_files.remove(other)
         atomic_files.make_folder(begun)
-        images, starts = len(self.index), self._starts()
-        if done := len(list(begun.glob("[0-9]*"))):
-            say_line(f"continuing after {min(done * starts.step, images):,} of {images:,} images")
+        images, starts, size = len(self.index), self._starts(), self.width * ROW.itemsize
+        path, state = begun / "rows", begun / STATE
+        path.touch()
+        # A file server that fails for a moment raises: that must not cost the rows of hours.
+        found = state.read_bytes() if atomic_files.exists(state) else b""
+        whole = hashlib.sha256(found[DIGEST:]).digest() == found[:DIGEST]
+        digests, skipped = json.loads(found[DIGEST:]) if whole else ({}, ())
+        self.skipped |= dict(skipped)
+        if digests:
+            done = min(len(digests) * starts.step, images)
+            say_line(f"continuing after {done:,} of {images:,} images")
         # tqdm's own format would begin with "? images/s".
         form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} images, {elapsed}"
-        path = part / "rows"
         # Written, not mapped into memory: on a full disk a map ends the process without a message (SIGBUS).
-        with atomic_files.new_file(path) as file, tqdm(total=images, disable=None, bar_format=form) as bar:
+        with open(path, "r+b") as file, tqdm(total=images, disable=None, bar_format=form) as bar:
             for start in starts:
-                block = begun / f"{start:08d}"
-                rows = self._kept(block)
-                if rows is None:
+                file.seek(start * size)
+                rows = file.read(min(starts.step, images - start) * size)
+                if digests.get(str(start)) != hashlib.sha256(rows).hexdigest():
                     rows = self._block(start).astype(ROW).tobytes()
-                    skipped = {i: self.skipped[i] for i in self.skipped if start <= i < start + starts.step}
-                    content = json.dumps(list(skipped.items())).encode() + b"\n" + rows
-                    atomic_files.replace(block, hashlib.sha256(content).digest() + content)
+                    file.seek(start * size)
+                    file.write(rows)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    digests[str(start)] = hashlib.sha256(rows).hexdigest()
+                    content = json.dumps([digests, list(self.skipped.items())]).encode()
+                    atomic_files.replace(state, hashlib.sha256(content).digest() + content)
                     if bar.disable:
                         say_line(f"{min(start + starts.step, images):,} of {images:,} images")
-                file.write(rows)
-                bar.update(len(rows) // (self.width * ROW.itemsize))
+                bar.update(len(rows) // size)
         return np.memmap(path, ROW, "r", shape=(images, self.width))
-
-    def _kept(self, block: Path) -> bytes | None:
-        """Return the rows of a block that an earlier call has saved, and skip what it skipped; None if damaged."""
-        # A file server that fails for a moment raises: that must not cost the rows of hours.
-        found = block.read_bytes() if atomic_files.exists(block) else b""
-        digest, content = found[:DIGEST], found[DIGEST:]
-        if hashlib.sha256(content).digest() != digest:
-            return None
-        skipped, _, rows = content.partition(b"\n")
-        self.skipped |= dict(json.loads(skipped))
-        return rows
 
 
 def embed(

@@ -74,17 +74,26 @@ def test_embed_skips_bad_images(run, capsys, monkeypatch):
     np.testing.assert_array_equal(features, found["features"])
 
 
-@pytest.mark.parametrize("harm", [None, "flipped", "empty", "missing"])
-def test_embed_continues_after_an_interruption_to_the_same_bits(run, capsys, monkeypatch, harm):
+@pytest.mark.parametrize(
+    ("name", "harm", "computed"),
+    [
+        *(("rows", "flipped", [0, 8]), ("rows", "empty", [0, 4, 8]), ("rows", "missing", [0, 4, 8])),
+        *(("done", harm, [0, 4, 8]) for harm in ("flipped", "empty", "missing")),
+        (None, None, [8]),
+    ],
+)
+def test_embed_continues_after_an_interruption_to_the_same_bits(
+    run, capsys, monkeypatch, name, harm, computed
+):
     """It computes what was damaged again, and no more."""
     whole, calls = begin(run, monkeypatch), []
-    (block,) = Path(".features.npz.part").glob("*/00000004")
-    if harm is not None:
-        HARMS[harm](block)
+    if name is not None:
+        (path,) = Path(".features.npz.part").glob(f"*/{name}")
+        HARMS[harm](path)
     monkeypatch.setattr(command, "outputs", lambda *a, **b: calls.append(a[2][0]) or outputs(*a, **b))
     embed(run, IMAGES, OUTPUT, batch=4)
-    assert calls == ([8] if harm is None else [4, 8])
-    assert f"continuing after {4 if harm == 'missing' else 8} of 12 images" in capsys.readouterr().out
+    assert calls == computed
+    assert ("continuing after 8 of 12 images" in capsys.readouterr().out) == (name != "done")
     np.testing.assert_array_equal(np.load(OUTPUT)["features"], whole)
 
 
@@ -100,7 +109,7 @@ def test_embed_on_a_full_disk_keeps_what_is_done(run, capsys, monkeypatch):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     embed(run, IMAGES, OUTPUT, batch=4)
-    assert "continuing after 12 of 12 images" in capsys.readouterr().out
+    assert "continuing after 8 of 12 images" in capsys.readouterr().out
 
 
 def test_embed_never_replaces_a_file_that_appears_while_it_runs(run, monkeypatch):
