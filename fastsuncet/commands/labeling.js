@@ -3,11 +3,11 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const keys = "123456789abcdefghijklmnopqrstvwxy";  // u is undo, z the next picture without a label
 const get = id => document.getElementById(id);
 const memory = "fastsuncet:" + data.id;
-let given = {}, order = [], at = 0;  // file -> label; the files in the order of their labels; the picture shown
+let given = new Map(), at = 0;  // file -> label, the last one given at the end; the picture shown
 try {
-  ({given, order} = JSON.parse(localStorage.getItem(memory)) || {given, order});
+  given = new Map(JSON.parse(localStorage.getItem(memory)));
 } catch { /* not allowed here */ }
-for (const label of Object.values(given)) know(label);
+given.forEach(know);
 
 function know(label) {
   if (!data.classes.includes(label)) data.classes.push(label);
@@ -16,7 +16,7 @@ function know(label) {
 function next() {
   const n = data.files.length;
   for (let i = 1; i <= n; i++)
-    if (!(data.files[(at + i) % n] in given)) {
+    if (!given.has(data.files[(at + i) % n])) {
       at = (at + i) % n;
       return;
     }
@@ -24,24 +24,21 @@ function next() {
 
 function keep() {
   try {
-    localStorage.setItem(memory, JSON.stringify({given, order}));
+    localStorage.setItem(memory, JSON.stringify([...given]));
   } catch { /* not allowed here */ }
   show();
 }
 
 function give(label) {
-  const file = data.files[at];
-  given[file] = label;
-  order = order.filter(x => x !== file);
-  order.push(file);
+  given.delete(data.files[at]);
+  given.set(data.files[at], label);
   next();
   keep();
 }
 
 function undo() {
-  const file = order.pop();
-  if (file === undefined) return;
-  delete given[file];
+  const file = [...given.keys()].pop();
+  if (!given.delete(file)) return;
   at = data.files.indexOf(file);
   keep();
 }
@@ -63,9 +60,9 @@ function skip() {
 function show() {
   const file = data.files[at], all = data.files.length, guesses = new Map(data.guesses[at]);
   get("picture").src = data.pictures[at];
-  get("name").textContent = file + (file in given ? ": " + given[file] : "");
+  get("name").textContent = file + (given.has(file) ? ": " + given.get(file) : "");
   get("progress").textContent =
-    order.length < all ? order.length + " of " + all + " labeled" : "all " + all + " labeled: save them";
+    given.size < all ? given.size + " of " + all + " labeled" : "all " + all + " labeled: save them";
   get("classes").replaceChildren(...data.classes.map((label, i) => {
     const button = document.createElement("button");
     const part = (kind, text) => {
@@ -84,7 +81,7 @@ function show() {
 function save() {
   const special = text => /[",\n\r]/.test(text) || text !== text.trim();
   const cell = text => special(text) ? '"' + text.replaceAll('"', '""') + '"' : text;
-  const lines = ["file,label", ...order.map(file => cell(file) + "," + cell(given[file]))];
+  const lines = ["file,label", ...[...given].map(line => line.map(cell).join(","))];
   const link = document.createElement("a");
   link.download = data.saved;
   link.href = URL.createObjectURL(new Blob([lines.join("\n") + "\n"], {type: "text/csv"}));
@@ -108,5 +105,5 @@ document.onkeydown = event => {
   else if (event.key === "z") skip();
   else if (i >= 0 && i < data.classes.length) give(data.classes[i]);
 };
-if (data.files[0] in given) next();
+if (given.has(data.files[0])) next();
 show();
