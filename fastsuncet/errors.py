@@ -1,10 +1,5 @@
 """Errors for the user, each with the exit code that a scheduler can act on; 3 is that of `pipelines.data_errors`."""
 
-import errno
-
-# What an OSError says where a disk, a file server or a mount is lost.
-LOST = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
-
 
 class FastSuncetError(Exception):
     """Base of every error for the user. Its text says what is wrong, where, and what to do."""

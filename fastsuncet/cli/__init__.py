@@ -16,7 +16,7 @@ from difflib import get_close_matches
 
 from fastsuncet.cli._parser import Parser, overview
 from fastsuncet.distributed.signals import end_with_parent
-from fastsuncet.errors import LOST, CheckpointError, ConfigError, FastSuncetError
+from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from pipelines.backend import lack_of_gpu_memory
 from pipelines.data_errors import DataError
 from pipelines.output import say_line
@@ -25,9 +25,10 @@ from pipelines.output import say_line
 COMMANDS = tuple(
     module.name.replace("_", " ") for module in pkgutil.iter_modules(__path__) if module.name[0] != "_"
 )
-# OS errors that the user must fix: disk full, permission denied.
+# OS errors that the user must fix: disk full, permission denied, a disk, a file server or a mount lost.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
+LOST = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
 
 
 def _handle_sigterm_as_pid1() -> None:

@@ -228,6 +228,16 @@ def config_or_run(text: str) -> "Config | Path":
     return config
 
 
+def run_folder(text: str, overrides: Iterable[str] = ()) -> Path:
+    """Return the folder of the run of a config, or any other path as it is. Raises ConfigError for its overrides."""
+    where = path(text)
+    if is_config(where):
+        return load(where, overrides).run_folder
+    if overrides:
+        raise ConfigError(f"{where} is no config, and only a config has keys to override")
+    return where
+
+
 def is_config(where: Path) -> bool:
     """Return whether `where`, which can also be a run, is a config file or the name of a shipped one."""
     from fastsuncet.config.shipped import shipped

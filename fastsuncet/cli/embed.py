@@ -16,21 +16,13 @@ examples:
   fastsuncet embed runs/mine/export/torchvision.pth photos --output p.parquet
 """
 
-from fastsuncet.cli._parser import Options, Parser, is_config, load, path, whole
+from fastsuncet.cli._parser import Parser, path, run_folder, whole
 
 
 def arguments(parser: Parser) -> None:
-    parser.takes_run(path)
+    parser.takes_run(run_folder)
     parser.takes("folder", "FOLDER", "any tree of images", type=path)
     parser.writes("a .npz or .parquet file")
     parser.takes("--batch", "N", "images at a time (default: 256)", type=whole(1), default=256)
     parser.flag("--skip-bad", "go on without the images that cannot be decoded, and list them")
     parser.takes_force()
-
-
-def run(parser: Parser, options: Options) -> None:
-    if is_config(options.where):
-        options.where = load(options.where).run_folder
-    from fastsuncet.commands.embed import embed
-
-    embed(**vars(options))

@@ -18,7 +18,7 @@ examples:
   fastsuncet export runs/in1k_10pct/finetune/10pct --to onnx --step 9000
 """
 
-from fastsuncet.cli._parser import Options, Parser, is_config, load, path, whole
+from fastsuncet.cli._parser import Options, Parser, run_folder, whole
 
 
 def arguments(parser: Parser) -> None:
@@ -31,11 +31,7 @@ def arguments(parser: Parser) -> None:
 
 
 def run(parser: Parser, options: Options) -> None:
-    where, overrides = path(vars(options).pop("name")), vars(options).pop("overrides")
-    if is_config(where):
-        where = load(where, overrides).run_folder
-    elif overrides:
-        parser.error(f"{where} is no config, and only a config has keys to override")
+    where = run_folder(vars(options).pop("name"), vars(options).pop("overrides"))
     from fastsuncet.commands.export import export
 
     export(where, **vars(options))

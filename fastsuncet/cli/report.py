@@ -38,7 +38,7 @@ def arguments(parser: Parser) -> None:
     )
     parser.takes("--paper", "FIGURE", "also draw the points of the paper", nargs="?", const="")
     parser.flag("--lengths", "merge runs that differ only in length into one curve")
-    parser.writes("for all files (default: report)", metavar="DIR", required=False, default="report")
+    parser.writes("for all files (default: report)", metavar="DIR", required=False, default=Path("report"))
     parser.flag("--page", "write RUN/page.html instead: one run's curves, settings, weights")
     parser.flag("--watch", "the same, and anew while the run goes on")
 
@@ -67,9 +67,8 @@ def run(parser: Parser, options: Options) -> None:
 def _page(parser: Parser, options: Options) -> None:
     if not options.runs:
         parser.error(f"which run? For example: {parser.prog} --page runs/cifar10_suncet")
-    of_comparisons = ("baseline", "metric", "paper", "lengths")
-    taken = [name for name in of_comparisons if getattr(options, name) not in (None, [], False)]
-    if taken := [*taken, *(["output"] if str(options.output) != "report" else [])]:
+    of_comparisons = ("baseline", "metric", "paper", "lengths", "output")
+    if taken := [name for name in of_comparisons if getattr(options, name) != parser.get_default(name)]:
         parser.error(
             f"--page writes page.html into each run's folder; --{taken[0]} belongs to a comparison of runs"
         )

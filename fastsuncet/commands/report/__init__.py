@@ -226,18 +226,9 @@ def saved_plain(savings: list[Saving]) -> Table:
         epochs = None
         if s.shares and s.baseline_epochs and s.cost == "petaflops":
             epochs = s.shares[0] * s.baseline_epochs
-        start = [
-            s.method,
-            s.baseline,
-            *s.measurement,
-            s.metric,
-            s.seed,
-            s.cost,
-            s.rule,
-            s.target,
-            s.reference,
-        ]
-        rows.append([*start, *(s.needed or (None, None)), *shares, int(s.at_first), epochs])
+        compared = [s.method, s.baseline, *s.measurement, s.metric, s.seed, s.cost, s.rule]
+        costs = [s.target, s.reference, *(s.needed or (None, None)), *shares]
+        rows.append([*compared, *costs, int(s.at_first), epochs])
     return head.split(), rows
 
 
