@@ -46,6 +46,7 @@ def suggest(
     shown = check_output(output, (".csv",), force, page=page)
     found = suggestions(where, count, page=page)
     with disk_errors(output, "--output"):
+        atomic_files.make_folder(output.parent)
         if page:  # first: of the two it is the one that a full disk refuses
             atomic_files.replace(shown, found.page.encode())
         atomic_files.replace(output, csv_table([("file", "label"), *((name, "") for name in found.names)]))

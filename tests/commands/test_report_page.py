@@ -166,6 +166,7 @@ def test_page_of_a_run_that_has_not_begun_and_without_matplotlib(tmp_path, monke
 
 
 def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, plain, capsys):
+    (run / "latest").symlink_to("gone")
     lines = (run / "metrics.jsonl").read_text()
     waited = []
 

@@ -83,13 +83,13 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, capsys):
     for i in range(8):
         quote = '"' * (i % 2)
         picture(run.parent / "mine" / f" new{quote}<{i}>.png", "red", 20 + i)
-    words = ["suggest", str(run), "--count", "5", "--output", "next.csv"]
+    words = ["suggest", str(run), "--count", "5", "--output", "new/next.csv"]
     assert cli.main([*words, "--page"]) == 0
-    with open("next.csv", newline="") as stream:
+    with open("new/next.csv", newline="") as stream:
         rows = list(csv.DictReader(stream, skipinitialspace=True))  # as a labels.csv is read
     assert len(rows) == 5 and all(row["file"].startswith(" new") and row["label"] == "" for row in rows)
     assert "5 of 8 images without a label" in capsys.readouterr().out
-    page = Path("next.html").read_text()
+    page = Path("new/next.html").read_text()
     assert page.count("data:image/jpeg") == 5 and "<0>" not in page and "https:" not in page
     guesses = json.loads(page.split('id="data">')[1].split("</script>")[0])["guesses"]
     assert [each[0][0] for each in guesses] == ["red"] * 5 and all(len(each) == 2 for each in guesses)

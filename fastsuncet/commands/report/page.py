@@ -99,7 +99,7 @@ def watch(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> N
         going = [run for run in runs if atomic_files.read_object(run / "status.json").get("state") != "done"]
         for run in runs:
             # The metrics, the status, the folder of the results: what changes when a run goes on or is evaluated.
-            times = (path.stat().st_mtime_ns for path in run.glob("[!.]*") if path.name != NAME)
+            times = (path.lstat().st_mtime_ns for path in run.glob("[!.]*") if path.name != NAME)
             newest = max(times, default=0)
             if newest != seen.get(run):
                 seen[run] = newest
