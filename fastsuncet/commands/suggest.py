@@ -111,6 +111,6 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
 
 def _require_unlabeled(left: int, count: int, config: Config) -> None:
     if left < count:
-        images = f"images of {config.data.root or config.data.pack} that can be read"
+        images = f"images of {config.data.root or config.data.pack or config.data.kind} that can be read"
         few = f"--count {count}: only {left:,} {images} have no label; give --count {left}"
         raise DataError(few if left else f"all {images} have a label, so there is none to suggest")

@@ -14,6 +14,7 @@ from fastsuncet.commands.pages import labeling_page, thumbnail
 from fastsuncet.commands.suggest import suggestions
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.suggestions import typical
+from pipelines.data_errors import DataError
 from tests.support.exports import save_run
 from tests.support.pictures import write_image
 from tests.support.runs import TINY
@@ -113,6 +114,8 @@ def test_suggest_names_and_shows_images_that_have_no_file(tmp_path):
     found = suggestions(tmp_path / "run", 2, page=True)
     assert len(set(found.names)) == 2 and found.page.count("data:image/jpeg") == 2
     assert fastsuncet.suggest(tmp_path / "run", 2) == found.names
+    with pytest.raises(DataError, match="images of synthetic that can be read have no label"):
+        suggestions(tmp_path / "run", 20)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`fastsuncet init`: look at a folder of images and at the machine, and write a config of at most 40 lines."""
+"""`fastsuncet init`: look at a folder of images and at the machine, and write a config."""
 
 import os
 import shlex
