@@ -27,6 +27,7 @@ FEW_UPDATES, FEWEST_UPDATES = 300, 100  # of labels alone: said to be few; never
 TRAINING = 0.8  # share of the hours for updates: the rest is start, evaluations and checkpoints
 LABELED = 0.31  # share of the views of an update, as in the runs of RESULTS.md
 MOST_PASSES = 800  # SimCLR's longest run has 1,000 epochs
+HEAD = (2048, 128)  # of the network that is counted, which takes a second: the same one for time and memory
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
@@ -131,7 +132,9 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
 
     def seconds(batch: _Batch, size: int) -> float:
         """Return the seconds of an update: two views of an image are decoded once, labeled images one by one."""
-        macs = 3 * batch.views * network_cost(name, stem, size).macs  # a backward pass costs two forward ones
+        macs = (
+            3 * batch.views * network_cost(name, stem, size, *HEAD).macs
+        )  # a backward pass costs two forward ones
         compute = macs / (m.macs_per_second * cards)
         reading = (batch.unlabeled + batch.classes * batch.per_class) * s.read_seconds / m.cores
         return max(compute, reading) if gpu else compute + reading
@@ -289,7 +292,7 @@ def _evaluation(s: Survey, cards: int, validation: str | float | None, epochs: f
 
 def _contrast_batch(s: Survey, m: Machine, cards: int, gpu: bool, name: str, stem: str, size: int) -> _Batch:
     """Return the batch of SimCLR with labels: what fits, at most an eighth of the images."""
-    estimate = partial(memory_estimate, name, stem, size, 2048, 128, precision="bf16" if gpu else "fp32")
+    estimate = partial(memory_estimate, name, stem, size, *HEAD, precision="bf16" if gpu else "fp32")
     one, two = (estimate(views=views).total for views in (1, 2))
     views = (0.6 * m.memory - one) / (two - one) * cards
     most = (2048 if s.images >= MANY_IMAGES else 512) if gpu else 128
