@@ -35,7 +35,9 @@ Examinations = list[tuple[str, Callable[[], Finding]]]
 
 
 def run(parser: Parser, options: Options) -> int:
-    return doctor([*EXAMINATIONS, *((name, partial(extra, name)) for name in _about("Provides-Extra"))])
+    # Of the two builds of DALI one is installed, never both: `dali` says which.
+    extras = [name for name in _about("Provides-Extra") if not name.startswith("dali-")]
+    return doctor([*EXAMINATIONS, *((name, partial(extra, name)) for name in extras)])
 
 
 def doctor(examinations: Examinations) -> int:

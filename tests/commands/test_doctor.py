@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fastsuncet import cli
 from fastsuncet.cli import doctor as page
 from fastsuncet.cli.doctor import Finding, doctor
 from pipelines import backend, cuda_compiler
@@ -131,6 +132,13 @@ def test_extra_says_how_to_install_it(monkeypatch):
     assert page.extra("onnx") == Finding("absent", "pip install 'onnxruntime>=1.20'")
     monkeypatch.setattr(page, "installed", {"onnx": "1.18", "onnxruntime": "1.21"}.get)
     assert page.extra("onnx") == Finding("ok", "onnx 1.18, onnxruntime 1.21")
+
+
+def test_doctor_never_asks_for_both_builds_of_dali(monkeypatch, capsys):
+    monkeypatch.setattr(page, "EXAMINATIONS", [])
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "onnx" in shown and "dali" not in shown
 
 
 def test_fast_paths_are_those_of_the_table_that_a_run_chooses_from(monkeypatch):
