@@ -10,7 +10,6 @@ from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images, open_images, validates
 from fastsuncet.data.learned_labels import left_to_judge
-from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation import scoring
 from fastsuncet.evaluation.classifier import learned_labels
@@ -41,54 +40,50 @@ def evaluate(
     step: int | None = None,
     every: bool = False,
 ) -> None:
-    """Measure the chosen checkpoints, print each number and write each result."""
-    config.require_data(validation=kind not in WITHOUT_VALIDATION)
-    require_packages(config)  # before hours of features
-    # Nothing is resumed, so there is no status to read after a signal.
-    with as_rank(config, arguments) as place:
-        chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
-        measure(config, kind, chosen, place)
-
-
-def measure(config: Config, kind: str, chosen: list[Path], place: Place) -> None:
-    """Evaluate each of `chosen` on the config's images. Collective; rank 0 writes and prints.
+    """Measure the chosen checkpoints on the config's images, print each number and write each result.
 
     Raises what loading, reading and counting raise: ConfigError, CheckpointError, DataError.
     """
-    first = load_encoder(chosen[0], config)
-    _network(first, kind, config)  # a wrong file is refused before a million images are opened
+    config.require_data(validation=kind not in WITHOUT_VALIDATION)
+    require_packages(config)  # before hours of features
     alone = kind in WITHOUT_VALIDATION and not validates(config)
-    images = open_images(config, place, validation=not alone)
     layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
     files = []
-    for path in chosen:
-        encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
-        if encoder is None:
-            continue
-        # Torch's stubs lack memory_format together with a device.
-        network = _network(encoder, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
-        shown, known = images, 0
-        if alone:
-            learned = learned_labels(encoder, config, images.train)
-            measured = cross_validated(kind, network, images, config, place, learned)
-        else:
-            if encoder.trained is not None:
-                shown, known = left_to_judge(images, Path(encoder.source), place)
-            measured = KINDS[kind][0](network, shown, config, place)
-        if known:
-            measured = replace(measured, learned=known, notes=(*measured.notes, scoring.LEARNED))
+    # Nothing is resumed, so there is no status to read after a signal.
+    with as_rank(config, arguments) as place:
+        chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
+        first = load_encoder(chosen[0], config)
+        _network(first, kind, config)  # a wrong file is refused before a million images are opened
+        images = open_images(config, place, validation=not alone)
+        for path in chosen:
+            found = first if path == chosen[0] else load_unless_gone(place, path, config)
+            if found is None:
+                continue
+            # Torch's stubs lack memory_format together with a device.
+            network = _network(found, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
+            shown, known = images, 0
+            if alone:
+                learned = learned_labels(found, config, images.train)
+                measured = cross_validated(kind, network, images, config, place, learned)
+            else:
+                if found.trained is not None:
+                    shown, known = left_to_judge(images, Path(found.source), place)
+                measured = KINDS[kind][0](network, shown, config, place)
+            if known:
+                measured = replace(measured, learned=known, notes=(*measured.notes, scoring.LEARNED))
+            if place.first:
+                if not files:
+                    for line in _heading(kind, measured, shown, config, found):
+                        say_line(line)
+                say_line(f"{_name(found)}  {_accuracy(measured)}")
+                files.append(
+                    write_with_picture(config.run_folder, _record(config, kind, measured, found, shown))
+                )
         if place.first:
-            if not files:
-                for line in _heading(kind, measured, shown, config, encoder):
-                    say_line(line)
-            say_line(f"{_name(encoder)}  {_accuracy(measured)}")
-            record = _record(config, kind, measured, encoder, shown)
-            files.append(write_with_picture(config.run_folder, record))
-    if place.first:
-        send_results(config, files)
-        several = [f"written  {files[0].parent}, {len(files)} results"]
-        for line in written(files[0]) if len(chosen) == 1 else several:
-            say_line(line)
+            send_results(config, files)
+            several = [f"written  {files[0].parent}, {len(files)} results"]
+            for line in written(files[0]) if len(chosen) == 1 else several:
+                say_line(line)
 
 
 def _network(encoder: Encoder, kind: str, config: Config) -> nn.Module:

@@ -14,7 +14,6 @@ from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images, validates
 from fastsuncet.data.learned_labels import left_to_judge
 from fastsuncet.distributed.place import Place
-from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.classifier import learned_labels
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.finetuning.job import FineTuningJob, accuracy_table, resolve_sizes
@@ -43,34 +42,29 @@ def finetune(
     status = config.run_folder / "finetune" / ".preempted.json"
     with as_stoppable_rank(config, arguments, status) as (config, place, signals):
         chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
-        _finetune(config, place, chosen, every, signals)
-
-
-def _finetune(config: Config, place: Place, chosen: list[Path], several: bool, signals: SignalFlag) -> None:
-    """Fine-tune the checkpoints `chosen`. Whatever can be refused is refused before anything is written."""
-    first = load_encoder(chosen[0], config)
-    images = open_images(config, place, validation=validates(config))
-    if images.held_out is not None:
-        true_labels(images, place)  # one without a label is refused
-    sized = resolve_sizes(config, images, place)
-    say = say_line if place.first else lambda line: None
-    records = []
-    for path in chosen:
-        encoder = first if path == chosen[0] else load_unless_gone(place, path, config)
-        if encoder is None:
-            continue
-        shown, known = images, 0
-        if images.held_out is None:
-            known = int(learned_labels(encoder, config, images.train)[labeled(images)].sum())
-        elif encoder.trained is not None:
-            shown, known = left_to_judge(images, Path(encoder.source), place)
-        require_norm(sized, place, encoder)
-        if records:
-            say("")
-        job = FineTuningJob(sized, place, shown, encoder, several, known)
-        records.append(job.run(signals, say, brief=bool(records)))
-    for line in ("", *accuracy_table(records)) if len(records) > 1 else ():
-        say(line)
+        first = load_encoder(chosen[0], config)
+        images = open_images(config, place, validation=validates(config))
+        if images.held_out is not None:
+            true_labels(images, place)  # one without a label is refused
+        sized = resolve_sizes(config, images, place)
+        say = say_line if place.first else lambda line: None
+        records = []
+        for path in chosen:
+            found = first if path == chosen[0] else load_unless_gone(place, path, config)
+            if found is None:
+                continue
+            shown, known = images, 0
+            if images.held_out is None:
+                known = int(learned_labels(found, config, images.train)[labeled(images)].sum())
+            elif found.trained is not None:
+                shown, known = left_to_judge(images, Path(found.source), place)
+            require_norm(sized, place, found)
+            if records:
+                say("")
+            job = FineTuningJob(sized, place, shown, found, every, known)
+            records.append(job.run(signals, say, brief=bool(records)))
+        for line in ("", *accuracy_table(records)) if len(records) > 1 else ():
+            say(line)
 
 
 def require_norm(config: Config, place: Place, encoder: Encoder) -> None:
