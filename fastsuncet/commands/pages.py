@@ -155,7 +155,7 @@ def labeling_page(
     `names` are the files as a labels.csv has them, `pictures` their data URLs, LARGE_SIDE pixels or less a side,
     `classes` those known so far, `guesses` the probabilities from 0 to 1 of some classes of each picture.
     """
-    digest = hashlib.sha256("\n".join(names).encode(errors="surrogateescape")).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
     data = {"id": digest, "saved": SAVED, "files": list(names), "classes": list(classes)}
     data["guesses"] = [[(label, f"{p:.0%}") for label, p in each.items()] for each in guesses]
     data["pictures"] = list(pictures)

@@ -153,8 +153,9 @@ def _next_to_runs(curves: list[Curve], published: list[Curve], notes: list[str])
         alike = list(dict.fromkeys(c.measurement for c in curves if c.measurement[:2] == wanted))
         placed += [replace(curve, measurement=measurement) for measurement in alike] or [curve]
         if curves and not alike:
-            note = f"{curve.run}: these runs have no results of {curve.measurement}, so it is drawn alone"
-            notes += [] if note in notes else [note]
+            notes.append(
+                f"{curve.run}: these runs have no results of {curve.measurement}, so it is drawn alone"
+            )
     return placed
 
 

@@ -212,11 +212,10 @@ def point(step: int | None, epoch: float | None, ledger: Json, metrics: dict[str
 
 def mean_of(evaluations: Sequence[Point]) -> Point:
     """Return evaluations of one encoder as one, with the mean of each metric over those that have it."""
-    values: dict[str, list[float]] = {}
-    for each in evaluations:
-        for name, value in each.metrics.items():
-            values.setdefault(name, []).append(value)
-    return replace(evaluations[0], metrics={name: fmean(found) for name, found in values.items()})
+    found = [each.metrics for each in evaluations]
+    names = dict.fromkeys(chain(*found))
+    metrics = {name: fmean(each[name] for each in found if name in each) for name in names}
+    return replace(evaluations[0], metrics=metrics)
 
 
 def experiment(config: Config) -> tuple[tuple[str, Any], ...]:
