@@ -173,10 +173,12 @@ def cross_validated(
     features = outputs(network, images.train, chosen, config, place, what="labeled images")
     require_finite(features)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
-    setting: dict[str, float] = {"folds": FOLDS, "repeats": REPEATS}
+    setting: dict[str, Any] = {"folds": FOLDS, "repeats": REPEATS}
     if kind == "linear":
-        given = config.linear.strength
-        setting["chosen_strength"] = strength = choose_strength(features, labels, count, given)
+        setting["strength"] = given = config.linear.strength
+        strength = choose_strength(features, labels, count, given)
+        if given == "auto":
+            setting["chosen_strength"] = strength
 
         def classify(learned: Tensor, left_out: Tensor) -> Tensor:
             return linear_logits(features, labels, count, strength, learned, left_out).argmax(1)

@@ -184,8 +184,10 @@ def test_evaluate_without_validation_images_leaves_out_labels(run, labels, capsy
     assert cli.main(["evaluate", kind, "mine.yaml", "logging.write_tag=run"]) == 0
     printed = capsys.readouterr().out
     assert "18 labeled ones" in printed and "95 % interval " in printed
+    assert {"linear": "strength 0.1", "knn": "k 3"}[kind] in printed.splitlines()[0]
     (record,) = read_results(run)
     assert record["images"] == 18 and record["setting"]["folds"] == record["setting"]["repeats"] == 5
+    assert record["setting"].get("strength") == {"linear": 0.1, "knn": None}[kind]
     assert record["metrics"]["top1"] > 0.9
     assert record["classes"]["red"]["images"] == 30, "six labels, each left out in five repeats"
     assert "learned" not in record
