@@ -113,15 +113,13 @@ class Parser(argparse.ArgumentParser):
         text = "a config, a run, one of its checkpoints, or an export"
         self.add_argument("where", metavar="RUN", type=kind, help=text)
 
-    def writes(self, help: str, *, metavar: str = "FILE", required: bool = True, **settings: Any) -> None:
-        """Add --output."""
-        self.add_argument(
-            "--output", metavar=metavar, type=output_path, required=required, help=help, **settings
-        )
-
-    def takes_force(self) -> None:
-        """Add --force."""
-        self.flag("--force", "replace what is at --output")
+    def writes(
+        self, help: str, metavar: str = "FILE", *, required: bool = True, force: bool = False, **settings: Any
+    ) -> None:
+        """Add --output, and --force where a command has it."""
+        self.takes("--output", metavar, help, type=output_path, required=required, **settings)
+        if force:
+            self.flag("--force", "replace what is at --output")
 
     # --------------------------------------------------------------------------------------------------------- parsing
     def run(self, rest: list[str]) -> int:

@@ -22,7 +22,6 @@ from fastsuncet.cli._parser import Parser, path, run_folder, whole
 def arguments(parser: Parser) -> None:
     parser.takes_run(run_folder)
     parser.takes("folder", "FOLDER", "any tree of images", type=path)
-    parser.writes("a .npz or .parquet file")
+    parser.writes("a .npz or .parquet file", force=True)
     parser.takes("--batch", "N", "images at a time (default: 256)", type=whole(1), default=256)
     parser.flag("--skip-bad", "go on without the images that cannot be decoded, and list them")
-    parser.takes_force()

@@ -24,9 +24,8 @@ from fastsuncet.cli._parser import Options, Parser, run_folder, whole
 def arguments(parser: Parser) -> None:
     formats = ("torchvision", "timm", "safetensors", "onnx")
     parser.takes("--to", "FORMAT", f"{', '.join(formats)} (required)", required=True, choices=formats)
-    parser.writes("the file or folder (default: one in RUN/export)", metavar="PATH", required=False)
+    parser.writes("the file or folder (default: one in RUN/export)", "PATH", force=True, required=False)
     parser.takes("--step", "N", "this checkpoint of the run (default: the newest)", type=whole(0))
-    parser.takes_force()
     parser.takes_config("RUN or CONFIG", kind="the folder of a run or a fine-tuning; or ")
 
 

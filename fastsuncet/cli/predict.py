@@ -30,8 +30,7 @@ from fastsuncet.cli._parser import Parser, config_or_run, path, whole
 def arguments(parser: Parser) -> None:
     parser.takes_run(config_or_run)
     parser.takes("folder", "FOLDER", "any tree of images", type=path)
-    parser.writes("a .csv or .parquet file")
+    parser.writes("a .csv or .parquet file", force=True)
     parser.takes("--batch", "N", "images at a time (default: 256)", type=whole(1), default=256)
     parser.flag("--page", "also write a page of pictures: the name of --output, ending in .html")
     parser.flag("--skip-bad", "go on without the images that cannot be decoded, and list them")
-    parser.takes_force()

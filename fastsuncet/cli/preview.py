@@ -12,9 +12,8 @@ from fastsuncet.cli._parser import Options, Parser, whole
 
 
 def arguments(parser: Parser) -> None:
-    parser.writes("the picture (default: views.png)", required=False, default="views.png")
+    parser.writes("the picture (default: views.png)", force=True, required=False, default="views.png")
     parser.takes("--step", "N", "draw the views of this step (default: 0)", type=whole(0), default=0)
-    parser.takes_force()
     parser.takes_config()
 
 

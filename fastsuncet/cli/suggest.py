@@ -23,6 +23,5 @@ from fastsuncet.cli._parser import Parser, config_or_run, whole
 def arguments(parser: Parser) -> None:
     parser.takes_run(config_or_run)
     parser.takes("--count", "N", "images to label (default: 50)", type=whole(1), default=50)
-    parser.writes("a .csv file")
+    parser.writes("a .csv file", force=True)
     parser.flag("--page", "also write a page to label them on: the name of --output, ending in .html")
-    parser.takes_force()
