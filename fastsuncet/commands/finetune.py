@@ -19,6 +19,7 @@ from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_enco
 from fastsuncet.evaluation.finetuning.job import FineTuningJob, accuracy_table, resolve_sizes
 from fastsuncet.evaluation.finetuning.record import sizes
 from fastsuncet.evaluation.scoring import labeled, true_labels
+from fastsuncet.metrics.results import asked
 from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models.flops import network_cost
 from pipelines.output import say_line
@@ -61,7 +62,7 @@ def finetune(
             require_norm(sized, place, found)
             if records:
                 say("")
-            job = FineTuningJob(sized, place, shown, found, every, known)
+            job = FineTuningJob(sized, asked(config, "finetune"), place, shown, found, every, known)
             records.append(job.run(signals, say, brief=bool(records)))
         for line in ("", *accuracy_table(records)) if len(records) > 1 else ():
             say(line)

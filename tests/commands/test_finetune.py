@@ -15,6 +15,9 @@ import torch
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.cli import main
+from fastsuncet.commands.sweep.jobs import job_state
+from fastsuncet.commands.sweep.runs import Job
+from fastsuncet.config import load_config
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.finetuning import frozen, job
 from fastsuncet.evaluation.finetuning.fit import FineTuning, FineTuningStream
@@ -55,9 +58,12 @@ def whole(pretrained, tmp_path_factory) -> Path:
     return top
 
 
+def config_of(runs: Path) -> tuple[str, ...]:
+    return (str(CONFIGS / "digits_demo.yaml"), *SMALL, f"logging.folder={runs}", *QUICK)
+
+
 def run(runs: Path, *more: str, command: tuple[str, ...] = ("finetune",)) -> int:
-    config = (str(CONFIGS / "digits_demo.yaml"), *SMALL, f"logging.folder={runs}", *QUICK)
-    return main([*command, *config, *more])
+    return main([*command, *config_of(runs), *more])
 
 
 def folder(runs: Path, tag: str = TAG) -> Path:
@@ -83,6 +89,10 @@ def test_finetune_result_is_the_accuracy_of_the_saved_network(whole, capsys):
     assert (record["encoder"]["step"], record["encoder"]["method"]) == (10, "SimCLR + SuNCEt")
     assert record["setting"]["lr"] == 0.05 * 64 / 256 and record["setting"]["batchnorm_images"] == 64
     assert record["finetuned"]["ledger"]["updates"] == 3 * (160 // 64)
+    path, *overrides = config_of(whole)
+    assert job_state(Job("finetune", (), (), (), load_config(path, overrides))).done, (
+        "a sweep would do it again"
+    )
     for trained in (folder(whole), whole / "digits_demo"):
         assert load_encoder(trained).classes == tuple("0123456789")
     assert run(whole, "--encoder", str(folder(whole)), command=("evaluate", "accuracy")) == 0

@@ -14,6 +14,9 @@ import torch
 from PIL import Image
 
 from fastsuncet.cli import main
+from fastsuncet.commands.sweep.jobs import job_state
+from fastsuncet.commands.sweep.runs import Job
+from fastsuncet.config import load_config
 from fastsuncet.evaluation.finetuning import transfer
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.metrics.results import read_results, write_result
@@ -59,9 +62,13 @@ def top(tmp_path_factory) -> Path:
     return top
 
 
+def config_of(top: Path, runs: Path) -> tuple[str, ...]:
+    where = (f"logging.folder={runs}", f"transfer.root={top / 'data'}")
+    return (str(CONFIGS / "digits_demo.yaml"), *where, *SMALL)
+
+
 def run(top: Path, runs: Path, *more: str) -> int:
-    where = (f"logging.folder={runs}", f"transfer.root={top / 'data'}", "--encoder", str(top / "tiny.pth"))
-    return main(["transfer", str(CONFIGS / "digits_demo.yaml"), *where, *SMALL, *more])
+    return main(["transfer", *config_of(top, runs), "--encoder", str(top / "tiny.pth"), *more])
 
 
 def records_of(runs: Path, name: str = "*.json") -> dict[str, dict]:
@@ -94,7 +101,7 @@ def whole(fits) -> Path:
     return fits[0]
 
 
-def test_transfer_retrains_the_best_cell_and_tests_it(fits):
+def test_transfer_retrains_the_best_cell_and_tests_it(top, fits):
     """Cells are compared on images that they never saw."""
     whole, (*compared, retrained) = fits
     cells = list(records_of(whole, "cell.json").values())
@@ -115,6 +122,9 @@ def test_transfer_retrains_the_best_cell_and_tests_it(fits):
     assert learned == list(range(100)) and tested.tolist() == list(range(TEST_IMAGES))
     (result,) = read_results(whole / "digits_demo")
     assert result["kind"] == "transfer" and result["metrics"] == {"cifar10": selected["metric"]}
+    path, *overrides = config_of(top, whole)
+    found = Job("transfer", (), (), ("--encoder", "tiny.pth"), load_config(path, overrides))
+    assert job_state(found).done, "a sweep would do it again"
     chosen = result["chosen"]["cifar10"]
     assert (chosen["lr"], chosen["weight_decay"]) == (best["lr"], best["weight_decay"])
     assert (chosen["validation"], chosen["metric"]) == (best["metric"], "top-1")
@@ -219,7 +229,7 @@ def test_results_of_data_sets_saved_at_the_same_moment_or_after_a_move_are_kept(
         source = f"{config.run_folder}/checkpoints/step_00000010"
         encoder = types.SimpleNamespace(record=lambda: {"source": source, "step": 10})
         task = types.SimpleNamespace(name=name, title="top-1")
-        shared = {"config": config, "task": task, "encoder": encoder, "place": ALONE}
+        shared = {"config": config, "asked": {}, "task": task, "encoder": encoder, "place": ALONE}
         dataset = types.SimpleNamespace(**shared, folder=tmp_path / name)
         transfer.save_result(dataset, {"metric": 0.5, "images": 9}, retrained)
 

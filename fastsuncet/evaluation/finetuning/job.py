@@ -45,7 +45,7 @@ from fastsuncet.evaluation.scoring import (
     true_labels,
     wilson_interval,
 )
-from fastsuncet.metrics.results import asked, send_results
+from fastsuncet.metrics.results import send_results
 from fastsuncet.models.flops import classifier_macs, petaflops
 from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
@@ -93,6 +93,7 @@ class FineTuningJob:
     """An encoder to fine-tune, and with which settings."""
 
     config: Config  # of `resolve_sizes`
+    asked: dict[str, Any]  # `asked` of the config as it was before: a sweep knows the result by it
     place: Place
     images: Images
     encoder: Encoder
@@ -133,7 +134,7 @@ class FineTuningJob:
                 write_record(self.folder / RESULT, kept, identity, self.place)
             # As they are named now: with those of a run that was moved since, it would be a second result.
             run = config.run_folder
-            now = {"encoder": self.encoder.record(), "run": run.name, "asked": asked(config, "finetune")}
+            now = {"encoder": self.encoder.record(), "run": run.name, "asked": self.asked}
             record = kept["record"] | now
             accuracy, *more = accuracy_lines(record)
             for line in (accuracy + " (done before)" * done, *more):

@@ -113,6 +113,7 @@ class DatasetGrid:
     """The grid of one data set: what its cells have in common."""
 
     config: Config  # of `open_grid`: each cell sets its own finetune.lr and finetune.weight_decay
+    asked: dict[str, Any]  # `asked` of the config as it was before: a sweep knows the result by it
     place: Place
     encoder: Encoder
     task: TransferTask
@@ -195,6 +196,7 @@ def open_grid(
     section = FinetuneSection(head="zero", batch_size=batch, momentum=t.momentum, crop_scale=(0.08, 1.0))
     views = replace(a, size=t.size, flip=0.5, crop_ratio=(3 / 4, 4 / 3))
     data = config.data.model_copy(update={"augmentation": views})
+    written = asked(config, "transfer")
     config = config.model_copy(update={"finetune": section, "data": data})
     identity = {
         "dataset": task.name,
@@ -209,7 +211,8 @@ def open_grid(
         **config_values(config, (key for key in KEYS if key not in PER_CELL)),
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    return DatasetGrid(config, place, encoder, task, identity, folder / f"{task.name}-{digest}", signals)
+    folder /= f"{task.name}-{digest}"
+    return DatasetGrid(config, written, place, encoder, task, identity, folder, signals)
 
 
 def open_grids(
@@ -332,7 +335,7 @@ def save_result(dataset: DatasetGrid, validated: CellResult, retrained: CellResu
             "learning_rates": sorted(t.learning_rates),
             "weight_decays": sorted(t.weight_decays),
         },
-        "asked": asked(config, "transfer"),
+        "asked": dataset.asked,
         "chosen": {
             name: {
                 "metric": dataset.task.title,
