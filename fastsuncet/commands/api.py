@@ -121,7 +121,11 @@ def init_config(
 
     photos, table = typed_path(folder), None if labels is None else typed_path(labels)
     if output is None:
-        return init.make(photos, table, hours, weights, Path("run.yaml"))[1]
+        _, config, _, _, held_out = init.make(photos, table, hours, weights, Path("run.yaml"))
+        if held_out:
+            text = f"labels that {weights} has held out have changed: pass output, to keep them beside the config"
+            raise ConfigError(text)
+        return config
     init.init(photos, table, hours, weights, typed_path(output))
     return load_config(output)
 

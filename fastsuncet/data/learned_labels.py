@@ -78,7 +78,8 @@ def left_to_judge(images: Images, weights: Path, place: Place) -> tuple[Images, 
     out. Where none would be left, return all images and how many these are.
     """
     given, before = _held_out(images), _read(_table_of(weights))
-    new = [i for i, (name, label) in enumerate(given.items()) if before.get(name) != label]
+    # By name: what was learned by the old name of a class was learned.
+    new = [i for i, name in enumerate(given) if name not in before]
     if not new or images.held_out is None:
         return images, len(given)
     if (known := len(given) - len(new)) and place.first:
@@ -88,10 +89,17 @@ def left_to_judge(images: Images, weights: Path, place: Place) -> tuple[Images, 
     return replace(images, held_out=images.held_out.take(np.array(new))), 0
 
 
-def held_out_of(weights: Path) -> Path | None:
-    """Return the held_out.csv of the run that `weights` is or lies in, if it has one."""
+def held_out_of(weights: Path, index: ImageIndex) -> tuple[Path | None, dict[str, str]]:
+    """Return the held_out.csv of the run that `weights` is or lies in, and file -> label of its images in `index`.
+
+    None for the file: images have gone since, or have another label.
+    """
     table = _table_of(weights).with_name(HELD_OUT)
-    return table if table.is_file() else None
+    before = _read(table)
+    found = index.find(list(before))
+    found = found[found >= 0]
+    now = _rows(index, found[index.labels[found] >= 0])
+    return table if now == before else None, now
 
 
 def _table_of(weights: Path) -> Path:

@@ -8,6 +8,7 @@ import torch
 
 from fastsuncet import cli
 from fastsuncet.commands import init
+from fastsuncet.commands.api import init_config
 from fastsuncet.commands.init import survey
 from fastsuncet.commands.init.rules import Machine, Survey, Weights, choose
 from fastsuncet.config import load_config
@@ -218,24 +219,56 @@ def test_init_weights(photos, monkeypatch, capsys):
     assert note in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("held_out", [True, False])
-def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos, capsys, held_out):
-    for path in photos.iterdir():
-        write_image(path, 300, 200)
+@pytest.mark.parametrize(
+    ("held_out", "kept"),
+    [
+        ("1.jpg,dog", "../runs/mine/held_out.csv"),
+        ("1.jpg,hound\ngone.jpg,cat\n9.jpg,cat", "again-held_out.csv"),  # a class, a photo, a label have gone
+        ("gone.jpg,cat", None),  # of other photos
+        ("", None),
+        ("dog/1.jpg,dog", "../runs/mine/held_out.csv"),
+    ],
+)
+def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos, capsys, held_out, kept):
+    folders = held_out.startswith("dog/")
+    for path in sorted(photos.iterdir()):
+        write_image(photos / ("cat", "dog")[int(path.stem) % 2] / path.name if folders else path, 300, 200)
+        if folders:
+            path.unlink()
     save_run(Path("runs/mine").absolute(), "model.name=resnet_tiny", "data.augmentation.size=48")
     table = Path("runs/mine/held_out.csv").absolute()
     if held_out:
-        table.write_text("file,label\n1.jpg,dog\n")
+        table.write_text(f"file,label\n{held_out}\n")
     Path("b").mkdir()
-    words = "--labels labels.csv --weights runs/mine --hours 0.0001 --output b/again.yaml"
-    assert cli.main(["init", "photos", *words.split()]) == 0
+    words = ["--weights", "runs/mine", "--hours", "0.0001", *["--labels", "labels.csv"] * (not folders)]
+    assert cli.main(["init", "photos", *words, "--output", "b/again.yaml"]) == 0
     assert "resnet_tiny, from runs/mine, " in capsys.readouterr().out
     config, text = load_config("b/again.yaml"), Path("b/again.yaml").read_text()
-    assert config.data.validation == (str(table) if held_out else None)
-    assert ("validation: ../runs/mine/held_out.csv" in text) == held_out
+    assert (f"validation: {kept}" in text) == bool(kept)
+    assert (config.data.validation is None) == (kept is None)
     assert config.data.augmentation.size == 48 and config.model.init == str(table.parent)
     assert cli.main(["train", "b/again.yaml", "--dry-run", "data.backend=torchvision"]) == 0
-    assert ("without 1 validation images" in capsys.readouterr().out) == held_out
+    assert ("without 1 validation images" in capsys.readouterr().out) == bool(kept)
+    if kept == "again-held_out.csv":
+        assert cli.main(["init", "photos", *words, "--output", "b/again.yaml"]) == 2
+        Path("b/again.yaml").unlink()
+        assert cli.main(["init", "photos", *words, "--output", "b/again.yaml"]) == 2
+        assert "b/again-held_out.csv exists" in capsys.readouterr().err
+        with pytest.raises(ConfigError, match="pass output"):
+            init_config("photos", "labels.csv", weights="runs/mine")
+
+
+def test_init_says_to_check_the_images_where_some_are_newer_than_the_kept_index(photos, capsys):
+    words = ["photos", "--labels", "labels.csv", "--output"]
+    assert run(*words, "mine.yaml") == 0
+    write_images(photos, "new.jpg")
+    with open("labels.csv", "a") as table:
+        table.write("new.jpg,dog\n")
+    assert run(*words, "again.yaml") == 0
+    said = capsys.readouterr().out
+    assert "next     fastsuncet data check again.yaml  # 1 image is newer than the kept index\nthen " in said
+    assert cli.main(["data", "check", "again.yaml", "data.backend=torchvision"]) == 0
+    assert cli.main(["train", "again.yaml", "--dry-run", "data.backend=torchvision"]) == 0
 
 
 def test_machine_times_a_step(monkeypatch):

@@ -1,5 +1,6 @@
 """The labels that a run has learned from are kept in its folder, and model.init carries them on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from fastsuncet.config import load_config
 from fastsuncet.data import learned_labels
 from fastsuncet.data.dataset import open_images
-from fastsuncet.data.learned_labels import learned, write_learned_labels
+from fastsuncet.data.learned_labels import learned, left_to_judge, write_learned_labels
 from tests.support.colors import ALONE
 from tests.support.pictures import write_images
 
@@ -53,6 +54,11 @@ def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config, monk
     both = Path("second/learned.csv").read_text().splitlines()[1:]
     assert len(both) == 16 + int(warning.split()[0]) and set(ours) < set(both)
     assert learned(Path("second"), images.train, second).sum() == 16
+    # These are no judges, also where their class has another name by now.
+    renamed = replace(images, held_out=replace(images.validation, classes=("hound", "kitten")))
+    for each in (images, renamed):
+        left, _ = left_to_judge(each, Path("first"), ALONE)
+        assert len(left.validation) == 4 - int(warning.split()[0]) > 0
     # A run of few labels holds none out, so there is no table to name.
     table = Path("first/held_out.csv").rename("kept.csv")
     (warning,) = write_learned_labels(Path("second"), images, second)

@@ -16,8 +16,8 @@ from fastsuncet.distributed.place import expected_ranks
 from fastsuncet.errors import ConfigError
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
-from pipelines.datasets.index import save_index
-from pipelines.output import duration, say_line
+from pipelines.datasets.index import load_index, save_index
+from pipelines.output import counted, csv_table, duration, say_line
 
 
 def init(folder: Path, labels: Path | None, hours: float, weights: str | None, output: Path) -> None:
@@ -27,15 +27,23 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     an output that exists and for hours, weights or images that no config fits, DataError for images and labels that
     cannot be read.
     """
-    refuse_existing(output, None)
+    for file in (output, held_out_file(output)):
+        refuse_existing(file, None)
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output} must end in .yaml")
-    text, config, plan, found = make(folder, labels, hours, weights, output)
-    # An older index can know more: `fastsuncet data check` decodes the images.
-    if found.index is not None and not (kept := kept_index(config)).exists():
-        save_index(found.index, kept)
+    text, config, plan, found, held_out = make(folder, labels, hours, weights, output)
+    newer = 0
+    if found.index is not None:
+        kept = kept_index(config)
+        # An older index can know more: `fastsuncet data check` decodes the images.
+        if (known := load_index(kept)) is not None:
+            newer = len(set(found.index.files).difference(known.files))
+        else:
+            save_index(found.index, kept)
     with disk_errors(output, "--output"):
         atomic_files.make_folder(output.parent)
+        if held_out:
+            atomic_files.replace(held_out_file(output), csv_table([("file", "label"), *held_out.items()]))
         atomic_files.replace(output, text.encode())
     model, size = config.model, config.data.augmentation.size
     start = {"timm": "published weights", None: "from scratch"}.get(model.init, f"from {weights}")
@@ -45,7 +53,10 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
         say_line(f"{'note':<9}{note}")
     say_line(f"{'wrote':<9}{output}, {text.count(chr(10))} lines, with reasons")
     file = shlex.quote(str(output))
-    say_line(f"{'next':<9}fastsuncet train {file}")
+    if newer:
+        reason = f"{counted(newer, 'image')} {'is' if newer == 1 else 'are'} newer than the kept index"
+        say_line(f"{'next':<9}fastsuncet data check {file}  # {reason}")
+    say_line(f"{'then' if newer else 'next':<9}fastsuncet train {file}")
     if found.labels:
         skip = " --skip-bad" if found.bad else ""
         images = shlex.quote(str(folder))
@@ -56,11 +67,14 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
 
 def make(
     folder: Path, labels: Path | None, hours: float, weights: str | None, output: Path
-) -> tuple[str, Config, Proposal, Survey]:
-    """Return the config for the images in `folder`, as YAML with paths relative to `output` and as it is read."""
+) -> tuple[str, Config, Proposal, Survey, dict[str, str]]:
+    """Return the config for the images in `folder`, as YAML with paths relative to `output` and as it is read.
+
+    And what it is made of; last, file -> label of `held_out_file`, or {} where there is none.
+    """
     if not 0 < hours < 100_000:
         raise ConfigError(f"--hours must be a number above 0 and below 100,000, not {hours:g}")
-    found = survey.look(folder, labels)
+    found, index = survey.look(folder, labels)
     if (usable := found.images - found.bad) < 4:
         raise ConfigError(f"{usable} usable images are too few to learn from: at least 4 are needed")
     if found.labels and found.classes < 2:
@@ -79,13 +93,21 @@ def make(
 
     data = {key: value if key in ("kind", "train") else relative(value) for key, value in found.data.items()}
     found = replace(found, data=data)
+    changed = {}
     if start is not None and start.init != "timm":
-        if labels is not None and (kept := held_out_of(typed_path(start.init))):
-            found = replace(found, validation=relative(kept))
+        kept, held_out = held_out_of(typed_path(start.init), index)
+        if held_out and not found.validation:
+            changed = {} if kept else held_out
+            found = replace(found, validation=relative(kept or held_out_file(output)))
         start = replace(start, init=relative(start.init))
     plan = choose(found, machine, hours, start, why)
     text = written(plan, found, hours)
-    return text, check(text, output, found, expected_ranks("auto")), plan, found
+    return text, check(text, output, found, expected_ranks("auto")), plan, found, changed
+
+
+def held_out_file(output: Path) -> Path:
+    """Return where the labels stay that a run has held out, if they have changed since: beside the config."""
+    return output.with_name(f"{output.stem}-held_out.csv")
 
 
 def written(plan: Proposal, s: Survey, hours: float) -> str:

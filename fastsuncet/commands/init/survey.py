@@ -34,8 +34,10 @@ VALIDATION = ("val", "valid", "validation", "test")
 SAMPLE = 12  # images that are decoded to time it
 
 
-def look(folder: Path, labels: Path | None) -> Survey:
-    """Return and print what is in `folder`: shards, train/CLASS/IMAGE, CLASS/IMAGE, or any tree, with a CSV's labels.
+def look(folder: Path, labels: Path | None) -> tuple[Survey, ImageIndex]:
+    """Print what is in `folder`: shards, train/CLASS/IMAGE, CLASS/IMAGE, or any tree, with a CSV's labels.
+
+    Return it, and the images with their labels.
 
     Raises DataError: no folder, no images, a wrong line of the CSV, only unreadable images.
     """
@@ -63,7 +65,7 @@ def look(folder: Path, labels: Path | None) -> Survey:
     sides = index.sizes[good].min(1)
     for line in _described(index, good, sides, counts):
         say_line(line)
-    return Survey(
+    found = Survey(
         data=data,
         images=len(index),
         labels=int(counts.sum()),
@@ -74,6 +76,7 @@ def look(folder: Path, labels: Path | None) -> Survey:
         bad=len(index.bad),
         index=scanned,
     )
+    return found, index
 
 
 def _class_folders(folder: Path) -> str | None:
