@@ -116,10 +116,10 @@ def _sweep(
         queries, keys = rounded_to_tf32(queries), rounded_to_tf32(keys)
     loss = queries.new_zeros(())
     d_queries, d_keys = (torch.zeros_like(x) if want else None for x, want in zip((queries, keys), wanted))
-    over_rows = row_pass_for(queries)
+    over_rows = row_pass_for(queries)(ids, every_positive)
     for rows in chunks(len(queries), chunk):
         q, w = queries[rows], weights[rows]
-        losses, d_logits = over_rows(q @ keys.T, ids, first + rows.start, w, every_positive)
+        losses, d_logits = over_rows(q @ keys.T, first + rows.start, w)
         loss += w @ losses
         if d_queries is not None:
             torch.mm(d_logits, keys, out=d_queries[rows])
@@ -186,37 +186,38 @@ def chunks(rows: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def row_pass_for(example: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def row_pass_for(example: Tensor) -> Callable[[Tensor, bool], Callable]:
     """Return `row_pass`, or for float32 on CUDA the kernel's, where that agreed with `row_pass`."""
     if example.is_cuda and example.dtype == torch.float32:
         from fastsuncet.kernels.switches import usable
         from fastsuncet.losses import contrast_kernel
 
-        if usable("contrast.cu", example, contrast_kernel.prove):
+        if usable("contrast.cu", example, lambda device: contrast_kernel.prove(device, row_pass)):
             return contrast_kernel.row_pass
     return row_pass
 
 
-def row_pass(
-    logits: Tensor, ids: Tensor, first: int, weights: Tensor, every_positive: bool
-) -> tuple[Tensor, Tensor]:
-    """Return L_i (R,) and w_i dL_i/dl_ij (R, M) of a chunk's logits (R, M), which are overwritten.
+def row_pass(ids: Tensor, every_positive: bool) -> Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor]]:
+    """Return the pass over a chunk's logits (R, M), which it overwrites: L_i (R,) and w_i dL_i/dl_ij (R, M).
 
-    `ids` (M,) are those of the keys, `first` is the key number of the first anchor, `weights` are w (R,). The level is
-    the mean of the positives' logits if `every_positive`, else their log-sum-exp.
+    It takes the key number of the first anchor, and the weights w (R,). Its twin is `contrast_kernel.row_pass`.
     """
-    positive = ids[first : first + len(logits), None] == ids
-    positive.diagonal(first).fill_(False)
-    # The lowest number, not -inf: an empty row would be 0/0, and NaN times its zero weight is NaN.
-    lowest = torch.finfo(logits.dtype).min
-    logits.diagonal(first).fill_(lowest)
-    everything, p = _log_sum_exp(logits)
-    if every_positive:
-        t = positive.to(logits.dtype) / positive.sum(dim=1, keepdim=True).clamp(min=1)
-        level = (t * logits.masked_fill_(~positive, 0)).sum(dim=1)
-    else:
-        level, t = _log_sum_exp(logits.masked_fill_(~positive, lowest))
-    return everything - level, p.sub_(t).mul_(weights[:, None])
+
+    def over_rows(logits: Tensor, first: int, weights: Tensor) -> tuple[Tensor, Tensor]:
+        positive = ids[first : first + len(logits), None] == ids
+        positive.diagonal(first).fill_(False)
+        # The lowest number, not -inf: an empty row would be 0/0, and NaN times its zero weight is NaN.
+        lowest = torch.finfo(logits.dtype).min
+        logits.diagonal(first).fill_(lowest)
+        everything, p = _log_sum_exp(logits)
+        if every_positive:
+            t = positive.to(logits.dtype) / positive.sum(dim=1, keepdim=True).clamp(min=1)
+            level = (t * logits.masked_fill_(~positive, 0)).sum(dim=1)
+        else:
+            level, t = _log_sum_exp(logits.masked_fill_(~positive, lowest))
+        return everything - level, p.sub_(t).mul_(weights[:, None])
+
+    return over_rows
 
 
 def _log_sum_exp(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -146,11 +146,11 @@ def contrast_rows(config: Config, arithmetic: Arithmetic) -> Trial:
 
         def passes() -> None:
             for ids, logits in given:
-                contrast.row_pass_for(logits)(logits, ids, 0, logits.new_ones(len(logits)), False)
+                contrast.row_pass_for(logits)(ids, False)(logits, 0, logits.new_ones(len(logits)))
 
         return passes
 
-    return Trial(keys, partial(contrast_kernel.prove, keys=keys), work)
+    return Trial(keys, partial(contrast_kernel.prove, twin=contrast.row_pass, keys=keys), work)
 
 
 def norm(config: Config, arithmetic: Arithmetic) -> Trial:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from fastsuncet.kernels import launcher
-from fastsuncet.losses import contrast_kernel
+from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.models import norm_kernel
 from fastsuncet.optim import lars_kernel
 from pipelines.cuda_compiler import KernelError, bindings
@@ -30,7 +30,7 @@ def main() -> None:
     norm_kernel.SMALL = ((2, 24, 9, 5),)
     pretend_a_gpu()
     lars_kernel.prove(HERE)
-    contrast_kernel.prove(HERE)
+    contrast_kernel.prove(HERE, contrast.row_pass)
     norm_kernel.prove(HERE)
     with ThreadPoolExecutor(1) as elsewhere:  # as backward does: a thread without a CUDA context
         elsewhere.submit(lars_kernel.prove, HERE).result()
