@@ -41,6 +41,16 @@ def _handle_sigterm_as_pid1() -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
 
 
+def _open_standard_streams() -> None:
+    """Give /dev/null those of the numbers 0 to 2 that this process was started without.
+
+    A file of the run would get them, metrics.jsonl for example, and in it all that libraries print.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest one that is free
+        os.set_inheritable(number, True)
+    os.close(number)
+
+
 def _dispatch(arguments: list[str]) -> int:
     """Run the sub-command that the first words of `arguments` name."""
     if arguments[:1] == ["help"]:
@@ -103,10 +113,17 @@ def _run(arguments: list[str] | None) -> int:
         # takes the core that the awaited thread needs: a step of two threads took nine times as long. On a quiet
         # machine 10,000 rounds are as fast, and 1,000 a tenth slower. Read as torch loads.
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if arguments is None:
+        _open_standard_streams()
     if sys.stdout is None:  # the process was started without one
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
     sys.stderr = sys.stderr or sys.stdout
     try:
+        if sys.flags.optimize > 1:
+            raise ConfigError(
+                "Python runs with -OO or PYTHONOPTIMIZE=2, without the texts that commands and keys are described by: "
+                "leave it out"
+            )
         _handle_sigterm_as_pid1()
         if isinstance(sys.stdout, io.TextIOWrapper):  # a log in Latin-1 cannot hold every name
             sys.stdout.reconfigure(errors="backslashreplace")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -123,7 +124,30 @@ def test_main_prints_no_traceback_for_a_closed_pipe():
 def test_main_says_errors_on_the_standard_output_where_there_is_no_other(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", None)
     assert cli.main(["config", "zzz"]) == 2 and sys.stderr is sys.stdout
-    assert capsys.readouterr().out.startswith("error: a config has no key zzz")
+    assert capsys.readouterr().out.startswith("error: zzz: there is no such section")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_process_gives_no_file_of_a_run_the_number_of_a_stream_that_is_missing(tmp_path, closed):
+    code = (
+        "import os, sys; from fastsuncet import cli\n"
+        "def work(arguments):\n"
+        "    with open('file', 'w') as file:\n"
+        "        assert file.fileno() > 2 and os.get_inheritable(2)\n"
+        "        os.write(2, b'of a library'); print('said', file=sys.stderr); return 3\n"
+        "cli._dispatch = work; sys.exit(cli.main())"
+    )
+    shell = f'exec "$0" -c "$1" {closed}'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", shell, sys.executable, code], cwd=tmp_path, env=environment)
+    assert done.returncode == 3 and (tmp_path / "file").read_bytes() == b""
+
+
+def test_main_without_docstrings_says_what_to_leave_out(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "flags", mock.Mock(optimize=2))
+    assert cli.main(["--help"]) == 2
+    assert capsys.readouterr().err.startswith("error: Python runs with -OO or PYTHONOPTIMIZE=2")
 
 
 def test_main_goes_on_without_a_standard_output(monkeypatch, capsys):
