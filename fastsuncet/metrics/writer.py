@@ -105,7 +105,7 @@ class MetricsWriter(contextlib.ExitStack):
             os.fsync(self._csv)
 
     def _move_later_lines(self, resume_step: int | None, evaluated: bool, say: Say) -> None:
-        """Move lines after `resume_step` (None: all) and cut ones to SUPERSEDED; make the table of those that stay."""
+        """Move lines after `resume_step` (None: all) and damaged ones to SUPERSEDED; make the table of the others."""
 
         def stays(record: dict[str, Any]) -> bool:
             if resume_step is None or record["step"] > resume_step:
@@ -142,7 +142,8 @@ class MetricsWriter(contextlib.ExitStack):
                     _append(stream.fileno(), b"".join(moved))
                     os.fsync(stream.fileno())
                 start = "a fresh start" if resume_step is None else f"continuing from step {resume_step}"
-                note = counted(len(moved), "later line") + (f", {cut} of them cut off" if cut else "")
+                counts = {"later": len(moved) - cut, "damaged": cut}
+                note = " and ".join(counted(each, f"{word} line") for word, each in counts.items() if each)
                 say(f"metrics: {start}; {note} moved to {self.folder / SUPERSEDED}")
 
     def _row(self, record: dict[str, Any]) -> list[Any]:

@@ -149,7 +149,7 @@ def test_restart_of_a_file_cut_at_any_byte_keeps_the_whole_lines(tmp_path):
         assert lines == kept and len(rows.splitlines()) == 4
         torn = content[len(b"".join(whole)) : length].decode()
         assert [line["torn"] for line in superseded(folder) if "torn" in line] == ([torn] if torn else [])
-        assert bool(said) == (length > len(kept)) and (not torn or "1 of them cut off" in said[0])
+        assert bool(said) == (length > len(kept)) and (not torn or "1 damaged line moved" in said[0])
 
 
 @pytest.mark.parametrize(
