@@ -178,8 +178,14 @@ class RunStatus:
             return
         record = {"state": state, "step": step, "world_size": self.place.world_size, "message": message}
         record["exit_code"] = {"done": 0, "preempted": Preempted.exit_code}.get(state, code)
+        text = atomic_files.as_json(record)
         try:
-            atomic_files.replace(self.path, atomic_files.as_json(record))
+            atomic_files.replace(self.path, text)
         except OSError as error:
             # Do not raise: a full disk ends the run at its next save, or has ended it, with a message of its own.
-            say_line(f"status: {self.path} cannot be written: {error}")
+            try:
+                with open(self.path, "r+b") as stream:  # it has room where the last record is
+                    stream.write(text)
+                    stream.truncate()
+            except OSError:
+                say_line(f"status: {self.path} cannot be written: {error}")

@@ -1,6 +1,7 @@
 """What all ranks do together, ranks that were not started alike, and the folder that a run holds."""
 
 import errno
+import json
 import os
 import shutil
 import socket
@@ -48,6 +49,20 @@ def replace(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / ".running").touch()
+
+
+def test_status_says_on_a_full_disk_how_the_run_ended(small_disk):
+    disk = small_disk("size=64k")
+    status = RunStatus(disk / "status.json", ALONE)
+
+    def fill() -> None:
+        with open(disk / "other", "wb") as other:
+            other.write(bytes(1 << 20))
+
+    with pytest.raises(OSError, match="No space left"), status.recording():
+        fill()
+    record = json.loads(status.path.read_text())
+    assert record["state"] == "failed" and "No space left" in record["message"]
 
 
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda folder: folder.rename(f"{folder}-moved"), replace])
