@@ -127,14 +127,14 @@ def test_tracker_is_told_how_a_run_ended_and_an_evaluation_beside_it_ends_nothin
     tmp_path, monkeypatch, failure, status, code
 ):
     mlflow, wandb = (support.stand_in(monkeypatch, name) for name in ("mlflow", "wandb"))
-    config, started = config_of(tmp_path, "mlflow"), threading.Event()
+    config, started = config_of(tmp_path, "mlflow"), threading.Barrier(3)
     both = config.with_values({"logging.wandb": "project"})
     run(config, 0, 1)  # it has a status
     with (
         contextlib.suppress(Preempted, OSError),
         MetricsWriter(config.run_folder, COLUMNS, config=both) as writer,
     ):
-        writer._tell(lambda _: started.set())
+        writer._tell(lambda _: started.wait(60))  # in the threads of both
         started.wait(60)
         send_results(config, [])
         assert [run.info.status for run in mlflow.runs.values()] == ["RUNNING"]
