@@ -33,7 +33,7 @@ from pipelines import atomic_files
 FOLDER = "results"  # in the run's folder
 # Kind -> the sections that are its own.
 SECTIONS = {
-    "finetune": ("finetune",),
+    "finetune": ("finetune", "linear"),
     "knn": ("evaluation",),
     "npi": ("npi",),
     "linear": ("linear",),

@@ -151,6 +151,9 @@ def test_finetune_from_the_linear_classifier_ends_at_the_mean_of_first_and_last(
     assert record["finetuned"]["ledger"]["updates"] == 4 and record["setting"]["batch_size"] == 160
     assert "note     less than 90 %" in capsys.readouterr().out
     assert all(seen["means"]) and seen["moved"] and seen["scale"] < 1
+    # Of another start it is no result, and none to go on from.
+    assert run(runs, *LINEAR, "finetune.lr=1.0", "linear.strength=10") == 5
+    assert "linear.strength: 0.1 there, 10.0 now" in capsys.readouterr().err
     # The start is what `evaluate linear` measures, and k-NN what `evaluate knn` does.
     for kind, key in (("linear", "linear"), ("knn", "knn_random_crops")):
         assert run(runs, *LINEAR, command=("evaluate", kind)) == 0

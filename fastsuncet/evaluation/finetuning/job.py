@@ -24,8 +24,8 @@ from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.evaluation.finetuning.frozen import measure_frozen
 from fastsuncet.evaluation.finetuning.record import (
-    KEYS,
     config_values,
+    deciding,
     fit_identity,
     labels_digest,
     read_record,
@@ -192,7 +192,8 @@ class FineTuningJob:
         self, logits: Tensor, truth: Tensor, trainer: Trainer, frozen: dict[str, float]
     ) -> dict[str, Any]:
         f, images = self.config.finetune, self.images
-        setting = {key.split(".")[-1]: value for key, value in config_values(self.config, KEYS).items()}
+        values = config_values(self.config, deciding(self.config))
+        setting = {key.split(".")[-1]: value for key, value in values.items()}
         setting["batchnorm_images"] = sizes(self.config)[0] // (self.place.world_size * f.accumulate)
         if images.held_out is None:
             setting["folds"] = FOLDS

@@ -28,6 +28,7 @@ KEYS = (
     *(f"data.augmentation.{key}" for key in ("size", "flip", "crop_ratio", "mean", "std")),
     *("meta.seed", "meta.precision"),
 )
+START = ("linear.strength", "linear.max_iterations")  # the same, of what finetune.head: linear starts from
 # Those that change how numbers are rounded.
 ROUNDING = ("meta.device", "meta.channels_last", "meta.compile", "meta.threads", "data.backend")
 
@@ -51,6 +52,11 @@ def labels_digest(index: ImageIndex, indices: np.ndarray) -> str:
     """Return the sha256 of the names of images and of their classes, whatever other images there are."""
     pairs = [(index.name(int(i)), index.classes[index.labels[i]]) for i in indices]
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def deciding(config: Config) -> tuple[str, ...]:
+    """Return the keys that decide the weights of a fine-tuning with this config."""
+    return (*KEYS, *START) if config.finetune.head == "linear" else KEYS
 
 
 def config_values(config: Config, keys: Iterable[str]) -> dict[str, Any]:
@@ -94,7 +100,7 @@ def fit_identity(
 ) -> dict[str, Any]:
     """Return all that decides the final weights but the number of ranks: settings, `more`, and what they apply to."""
     return {
-        **config_values(config, (*KEYS, *ROUNDING)),
+        **config_values(config, (*deciding(config), *ROUNDING)),
         **json.loads(json.dumps(more)),  # as a checkpoint gives them back, with lists for tuples
         "encoder": module_digest(encoder.module),
         "images": f"{train.fingerprint()}/{indices_digest(np.sort(indices))}",
