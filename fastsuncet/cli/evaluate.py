@@ -1,7 +1,8 @@
 r"""Measure the accuracy: k-NN, NPI, linear, or the network's own.
 
 knn: a validation image has the most frequent class of the evaluation.knn_k labeled training images most
-similar to it (paper, appendix G). Nothing is trained.
+similar to it, of which a random crop is taken (paper, appendix G; a run's own lines have center crops).
+Nothing is trained.
 
 npi: SuNCEt's non-parametric inference (paper, appendix G), with npi.views random crops of each labeled
 image. Nothing is trained. The paper fine-tunes its model first: give the fine-tuning's folder as --encoder.

@@ -278,7 +278,8 @@ def embed(
         )
     index, names = opened(images, view.upright)
     place = Place(0, 1, next(encoder.parameters(), torch.empty(0, device="cpu")).device)
-    return names, FolderPass(encoder, 0, index, view, place, batch, skip_bad).rows()
+    with torch.autocast(place.device.type, enabled=False):  # the caller's would round them
+        return names, FolderPass(encoder, 0, index, view, place, batch, skip_bad).rows()
 
 
 @in_a_callers_process()

@@ -86,13 +86,20 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     shown = examples(network, images, config, place, chosen=chosen, crops=1)
     rows, k, truth = (shown.queries, shown.features, shown.labels), config.evaluation.knn_k, shown.truth
     plain, weighted = (knn_predict(*rows, k=k, weighted=each) for each in (False, True))
-    setting = {"k": k, "seed": config.meta.seed}  # the seed of the crops
+    setting = {"k": k, **_crops_of(config)}
     if config.data.split.kind == "all":
         # Of a draw, the number differs from seed to seed, and seeds must stay comparable.
         setting["supports"] = len(chosen)
     notes = tuple(_k_note(k, shown.labels))
     metrics = {"top1": share_right(plain, truth), "top1_weighted": share_right(weighted, truth)}
     return Measured(metrics, len(truth), setting, notes, plain, truth)
+
+
+def _crops_of(config: Config) -> dict[str, Any]:
+    """Return what decides the random crops of supports."""
+    a = config.data.augmentation
+    ranges = {"crop_scale": list(a.crop_scale), "crop_ratio": list(a.crop_ratio)}
+    return {"seed": config.meta.seed, "flip": a.flip, **ranges}
 
 
 def _k_note(k: int, labels: Tensor) -> list[str]:
@@ -112,7 +119,7 @@ def npi(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     setting: dict[str, Any] = {"temperature": temperature, "views": config.npi.views}
     if config.npi.features != "encoder":
         setting["features"] = config.npi.features
-    setting["seed"] = config.meta.seed  # the seed of the crops
+    setting |= _crops_of(config) if config.npi.views else {}
     shown = examples(network, images, config, place, crops=config.npi.views)
     classes = len(images.train.classes)
     scores = npi_probabilities(shown.queries, shown.features, shown.labels, classes, temperature)

@@ -75,7 +75,9 @@ def test_knn_takes_the_same_views_as_npi_of_a_limited_number_of_images(colors, m
     chosen = spread_over_classes(images.train.labels, 10)
     views = outputs(network, images.train, chosen, config, ALONE, crops=1)
     assert torch.equal(seen[0], views[:, 0]) and torch.equal(seen[1], views[:, 0])
-    assert measured.setting == {"k": 10, "supports": 10, "seed": 0}
+    a = config.data.augmentation
+    crops = {"seed": 0, "flip": a.flip, "crop_scale": [*a.crop_scale], "crop_ratio": [*a.crop_ratio]}
+    assert measured.setting == {"k": 10, "supports": 10, **crops}
 
 
 def test_knn_notes_that_no_class_has_k_labels(colors):
