@@ -491,19 +491,24 @@ def show_strengths(path: Path) -> list[str]:
     """Return the table of two choices of the linear classifier's strength, and the decision of its rules."""
     columns = ("features", "labels", "most_right_top1", "new_top1")
     rows: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
-    encoders: dict[str, list[float]] = defaultdict(list)
+    gains: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for features, labels, old, new in points.rows_of(path, columns):
         images = "CIFAR-10" if features.startswith("cifar10") else "photos"
         rows[images, labels].append((float(old), float(new)))
-        encoders[features].append(float(new) - float(old))
+        about = "30 or 32" if labels in ("30", "32") else labels
+        for part in ("all", images, f"{about} labels"):
+            gains[part][features].append(float(new) - float(old))
     shown = [
         [*key, *(f"{mean(each):.2f}" for each in zip(*found)), f"{len(found)}"] for key, found in rows.items()
     ]
-    less = [mean(each) for each in encoders.values()]
+    means = {part: [mean(each) for each in found.values()] for part, found in gains.items()}
+    less = means.pop("all")
     chosen = "new" if points.interval(less)[0] > 0 else "old"
+    parts = (f"{part} {plus_minus(each)} ({len(each)} encoders)" for part, each in means.items())
     return [
         table(["images", "labels", "most often right, top-1, %", "best probabilities", "choices"], shown),
         f"{len(less)} encoders: {plus_minus(less)} points. By the rule: **{chosen}**.",
+        f"Of these, without a rule: {', '.join(parts)}.",
     ]
 
 
