@@ -1,5 +1,10 @@
 """Errors in the data, in words for the person who owns it."""
 
+import errno
+
+# Of a disk, a file server or a mount that fails: no image is at fault, and the next attempt can succeed.
+LOST = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ETIMEDOUT)
+
 
 class DataError(Exception):
     """The data cannot be used as asked: a missing folder, names that do not match, an empty class. Exit code 3."""

@@ -47,6 +47,7 @@ class Loader:
         self._engine: Engine | None = None
         self._next_step = 0
         self._draws: dict[int, BatchDraws] = {}
+        self._again: int | None = None  # the step that failed last though its images are good
         if bad_images is not None:
             plan.index.require_good(bad_images)
             self._replace(plan.index.bad)
@@ -56,7 +57,9 @@ class Loader:
 
         Raises torch.OutOfMemoryError where the GPU has too little memory for them.
         """
-        while True:  # each repetition has replaced another bad file, and only `bad_images` are allowed
+        while (
+            True
+        ):  # each repetition but one has replaced another bad file, and only `bad_images` are allowed
             if self._engine is None or step != self._next_step:
                 self.close()
                 self._engine = self._start(self._plan, self.options, draws=self.draws, first_step=step)
@@ -100,15 +103,20 @@ class Loader:
     def _replace_bad_images(self, draws: BatchDraws, error: RuntimeError) -> None:
         """Find stand-ins for the undecodable files of a failed step.
 
-        Raises BadImage for more bad files than are allowed, and `error` if all files are good.
+        A step of good files is tried once more: a file server can fail for a moment. Raises BadImage for more bad files
+        than are allowed, `error` if good files fail again, and OSError where the disk fails.
         """
         found = {}
         if self._index.pixels is None:
             from pipelines.verify import find_bad_images
 
             found = find_bad_images(self._index, draws.indices, self.options)
-        if not found:
+        if not found and self._again == draws.step:
             raise error
+        if not found:
+            self._again = draws.step
+            say_line("note: a batch could not be decoded, but each of its images can: they are read again")
+            return
         if self._allowed is None:  # an evaluation's step would read as a training step
             raise BadImage(list(self._by_path(found).items()), allowed=None) from error
         if len(self.replaced) + len(found) > self._allowed:

@@ -4,6 +4,7 @@ A clean first epoch proves nothing: a truncated file can fail only once a crop r
 refuse what PIL reads, often without naming the file. So `check` decodes every image once, with the decoder that trains.
 """
 
+import errno
 import hashlib
 import io
 import os
@@ -15,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from pipelines.backend import Backend, LoaderOptions, choose_backend
-from pipelines.data_errors import DataError
+from pipelines.data_errors import LOST, DataError
 from pipelines.datasets.image_headers import image_size, in_threads
 from pipelines.datasets.index import ImageIndex
 from pipelines.engines import engine_of
@@ -40,7 +41,7 @@ def check(
     a pack.
 
     Raises DataError for data without files, for an absent back-end, and when the decoder refuses a whole batch that PIL
-    reads: then the decoder has failed, not the files. No content of a file raises.
+    reads: then the decoder has failed, not the files. No content of a file raises. Raises OSError where the disk fails.
     """
     if index.root is None:
         raise DataError("these data are held in memory: there is no file to check")
@@ -101,14 +102,18 @@ def note_on_copies(index: ImageIndex) -> list[str]:
 def find_bad_images(index: ImageIndex, indices: Iterable[int], options: LoaderOptions) -> dict[int, str]:
     """Return the images among `indices` that training cannot use: index -> reason, in the order given.
 
-    An image that decodes to wrong pixels without an error (a flipped bit inside a JPEG) is not found.
+    An image that decodes to wrong pixels without an error (a flipped bit inside a JPEG) is not found. Raises OSError
+    where the disk, the file server or its mount fails.
     """
     distinct = np.array(list(dict.fromkeys(map(int, indices))))
     decoded = _decoded(index, distinct, 1, options)
     found = {i: reason for (i,), bad, _ in decoded if (reason := bad.get(i) or index.damage(i))}
-    if len(found) == len(distinct) > 1 and not any(_flaw(index, i) for i in found):
-        # A GPU that has failed refuses every file. Nobody should delete a good data set because of that.
-        return {}
+    if len(found) == len(distinct) > 1:
+        # Nobody should delete a good data set because of a GPU that refuses every file, or of a mount that is lost.
+        if not any(_flaw(index, i) for i in found):
+            return {}
+        if index.pack is None and not any(index.path(i).exists() for i in found):
+            raise OSError(errno.ENODEV, f"none of {len(found)} images is there any more", str(index.root))
     return found
 
 
@@ -151,6 +156,8 @@ def _flaw(index: ImageIndex, i: int) -> str | None:
     except ValueError as problem:  # absent, empty, no image, too many pixels
         return str(problem)
     except OSError as problem:
+        if problem.errno in LOST:
+            raise OSError(problem.errno, problem.strerror, str(index.path(i))) from problem
         return f"cannot be read: {problem.strerror or problem}"
     except RuntimeError as problem:
         return f"damaged: {problem.__cause__}"

@@ -18,17 +18,16 @@ from fastsuncet.cli._parser import Parser, overview
 from fastsuncet.distributed.signals import end_with_parent
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from pipelines.backend import lack_of_gpu_memory
-from pipelines.data_errors import DataError
+from pipelines.data_errors import LOST, DataError
 from pipelines.output import say_line
 
 # The sub-commands: data_check.py is `fastsuncet data check`.
 COMMANDS = tuple(
     module.name.replace("_", " ") for module in pkgutil.iter_modules(__path__) if module.name[0] != "_"
 )
-# OS errors that the user must fix: disk full, permission denied, a disk, a file server or a mount lost.
+# OS errors that the user must fix, with `LOST`: disk full, permission denied.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PERMISSION = (errno.EROFS, errno.EACCES, errno.EPERM)
-LOST = (errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV)
 
 
 def _handle_sigterm_as_pid1() -> None:
@@ -157,9 +156,13 @@ def _run(arguments: list[str] | None) -> int:
             raise
         what = f"{error.strerror}: {error.filename}" if error.filename else str(error)
         fix = "Free some disk space" if error.errno in DISK_FULL else "Check the owner and mode of the folder"
+        fix += ", or choose another folder"
         if error.errno in LOST:
-            fix = "The disk, the file server or its mount failed: see the system's log (dmesg)"
-        _print_error(f"{what}. {fix}, or choose another folder")
+            fix = (
+                "The disk, the file server or its mount failed: see the system's log (dmesg). When it works again, so "
+                "does the same command"
+            )
+        _print_error(f"{what}. {fix}")
         return CheckpointError.exit_code
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelines.data_errors import DataError
+from pipelines.data_errors import LOST, DataError
 from pipelines.datasets import image_headers
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.names import as_lines, links_out
@@ -82,10 +82,11 @@ def image_list(files: Sequence[str | os.PathLike[str]], *, upright: bool = False
 def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
     """Return a kept index of a whole folder as its files are now, and how many new images it lacks.
 
-    A folder with the modification time that it had holds the same files. Where all folders have theirs, SAMPLE files
-    drawn anew each time are compared by length and time; if one of them or a folder has changed, all files are. What
-    was rewritten in place and is not in the sample has its length compared when it is read (`pipelines.loader`). Raises
-    DataError for files that are gone, and for folders that cannot be listed.
+    A folder with the modification time that it had holds the same files. Where all folders have theirs, the bad
+    images and SAMPLE files drawn anew each time are compared by length and time; if one of them or a folder has
+    changed, all files are. What was rewritten in place and is not in the sample has its length compared when it is read
+    (`pipelines.loader`). Raises DataError for files that are gone and for folders that cannot be listed, OSError where
+    the disk fails.
     """
     root, kept, added = index.root, index.folders, 0
     if root is None or index.stamps is None:
@@ -95,7 +96,7 @@ def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
         times = image_headers.in_threads(lambda i: folder_time(os.path.join(root, names[i])), len(names))
         if times == list(kept.values()) and UNSURE not in times:
             sample = np.random.default_rng().permutation(len(index))[:SAMPLE]
-            sampled = _compared(index, root, np.sort(sample))
+            sampled = _compared(index, root, np.union1d(sample, list(index.bad)).astype(int))
             if sampled is index:
                 return index, 0
             index = sampled
@@ -118,7 +119,9 @@ def _compared(index: ImageIndex, root: Path, rows: np.ndarray) -> ImageIndex:
     def stamp_now(row: int) -> tuple[int, int]:
         try:
             return image_headers.stamp(os.stat(os.path.join(root, names[row])))
-        except OSError:  # no file, or a folder without access: reading the header gives the reason
+        except OSError as error:  # no file, or a folder without access: reading the header gives the reason
+            if error.errno in LOST:
+                raise
             return -1, -1
 
     now = np.array(image_headers.in_threads(stamp_now, len(names)), np.int64).reshape(-1, 2)
@@ -162,7 +165,7 @@ def with_headers(
 ) -> ImageIndex:
     """Return the index of `files` below `root`, with the sizes that their headers give.
 
-    A file that cannot be used is a bad image; none raises.
+    A file that cannot be used is a bad image. Raises OSError where the disk fails.
     """
     as_lines(files)  # raises DataError for a name that cannot be kept
     if len(files) >= 100_000:
@@ -204,6 +207,8 @@ def entries(folder: str | Path) -> Iterator[os.DirEntry]:
         with os.scandir(folder) as found:
             yield from (entry for entry in found if entry.name[0] != "." and entry.name not in _SYSTEM)
     except OSError as error:
+        if error.errno in LOST:
+            raise
         raise DataError(f"cannot list {folder}: {error.strerror or error}") from error
 
 

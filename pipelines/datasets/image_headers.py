@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import ExifTags, Image, ImageChops
 
+from pipelines.data_errors import LOST
 from pipelines.output import show_progress
 
 # Otherwise PIL would load its parsers later, in the worker threads.
@@ -115,7 +116,7 @@ def _turned(pixels: np.ndarray, tag: int) -> np.ndarray:
 def image_size(file: os.PathLike | str | bytes, *, upright: bool = False) -> tuple[int, int]:
     """Return (height, width) from the header, as `read_rgb` gives them.
 
-    Raises ValueError with the reason why the image cannot be used.
+    Raises ValueError with the reason why the image cannot be used, and OSError where the disk fails, not the image.
     MAX_PIXELS keeps out decompression bombs: a 20000 x 20000 JPEG of 1 MB takes 4.5 GB to decode.
     """
     too_many = f"more than {MAX_PIXELS / 1e6:g} megapixels"
@@ -135,6 +136,8 @@ def image_size(file: os.PathLike | str | bytes, *, upright: bool = False) -> tup
     except Image.DecompressionBombError:  # PIL's own limit, twice as many, comes first
         raise ValueError(too_many) from None
     except Exception as error:  # a broken header fails in as many ways as there are parsers
+        if isinstance(error, OSError) and error.errno in LOST:
+            raise OSError(error.errno, error.strerror, file) from error
         raise ValueError(f"unreadable header: {type(error).__name__}: {error}") from error
     if unlike:
         raise ValueError("a TIFF that two decoders read differently: save it upright, as 8-bit RGB")

@@ -252,7 +252,10 @@ def os_error(number: int) -> OSError:
 
 FILE, MOVE = "runs/x/meta.json", "or choose another folder"
 FOLDER = f"{FILE}. Check the owner and mode of the folder, {MOVE}"
-LOST = f"{FILE}. The disk, the file server or its mount failed: see the system's log (dmesg), {MOVE}"
+LOST = (
+    f"{FILE}. The disk, the file server or its mount failed: see the system's log (dmesg). When it works again, so "
+    "does the same command"
+)
 FULL = f"No space left on device: {FILE}. Free some disk space, {MOVE}"
 NCCL = "Cuda failure 2 'out of memory'"
 GPU = "`nvidia-smi` shows what other programs take; with CUDA_VISIBLE_DEVICES= in front a command computes on the CPU"

@@ -1,6 +1,7 @@
 """Streams of views: any step at any time, the same for any threads and ranks, and bad files by name."""
 
 import cProfile
+import errno
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from PIL import Image
 
 from pipelines import torchvision_engine
 from pipelines.backend import LoaderOptions
-from pipelines.data_errors import BadImage, DataError
+from pipelines.data_errors import LOST, BadImage, DataError
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.published import pixel_index
@@ -243,7 +244,7 @@ def test_loader_known_bad_files_are_replaced_from_the_start_or_refused(own, read
     loader(0)
 
 
-LOST = "the device is lost"
+FAILED = "the device is lost"
 
 
 @pytest.mark.parametrize(
@@ -254,14 +255,14 @@ LOST = "the device is lost"
         ("View: loading the kernels: CUDA_ERROR_OUT_OF_MEMORY", False),
         ("View: make_views: CUDA_ERROR_ILLEGAL_ADDRESS", False),
         ("CUDA runtime API error cudaErrorUnknown (999)", False),
-        (LOST, False),
-        (LOST, True),
+        (FAILED, False),
+        (FAILED, True),
     ],
 )
 def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure, decoder_works, monkeypatch):
     """The decoder, which can meet the same failure, refuses every file by then."""
     plan = unlabeled(own)
-    if failure != LOST:
+    if failure != FAILED:
         spoil(own.path(int(plan(0).indices[0])), "empty.jpg")
     failed = mock.Mock(run=mock.Mock(side_effect=RuntimeError(f"Error in MIXED operator\n{failure}")))
     alone = mock.Mock() if decoder_works else failed
@@ -276,6 +277,38 @@ def test_loader_takes_no_file_for_bad_when_memory_or_the_gpu_fails(own, failure,
     with pytest.raises(kind, match=re.escape(failure)) as raised:
         loader(0)
     assert raised.type is kind
+
+
+def test_loader_prepares_a_step_again_that_failed_for_a_moment(own, reader, capsys):
+    """Once: the next failure of good files is the decoder's."""
+    expected, loader = opened(unlabeled(own), reader)(0), opened(unlabeled(own), reader)
+    start, failed = loader._start, mock.Mock(side_effect=RuntimeError("a file server without an answer"))
+    engines = iter([lambda: mock.Mock(run=failed)])
+    loader._start = lambda *plan, **more: next(engines, lambda: start(*plan, **more))()
+    assert_same(loader(0), expected)
+    assert "each of its images can: they are read again" in capsys.readouterr().out
+    loader._start, loader._engine = lambda *_, **__: mock.Mock(run=failed), None
+    with pytest.raises(RuntimeError, match="without an answer"):
+        loader(1)
+    assert failed.call_count == 3 and not loader.bad
+
+
+@pytest.mark.parametrize("failure", ["one stale file", "unmounted"])
+def test_loader_takes_no_file_for_bad_when_the_disk_fails(own, reader, failure, monkeypatch):
+    plan = unlabeled(own)
+    loader = opened(plan, reader, bad_images=5)
+    if failure == "unmounted":
+        shutil.move(own.root, own.root.with_name("elsewhere"))
+        own.root.mkdir()
+    else:
+        path = own.path(int(plan(0).indices[0]))
+        spoil(path, "empty.jpg")
+        stale = mock.Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
+        monkeypatch.setattr("pipelines.datasets.image_headers._readable_by_pil", stale)
+    with pytest.raises(OSError) as raised:
+        loader(0)
+    assert raised.value.errno in LOST and not loader.bad
+    assert raised.value.filename == str(own.root if failure == "unmounted" else path)
 
 
 def test_evaluation_shows_every_image_once_in_order_and_can_be_repeated(index, reader):

@@ -1,5 +1,6 @@
 """Folders and CSVs as indexes: which images, in which order, with which labels, and what is refused."""
 
+import errno
 import os
 import runpy
 import struct
@@ -157,7 +158,14 @@ def test_look_again_compares_folders_and_a_sample_where_nothing_moved(scanned, m
     for name in ("dog/3.jpg", "cat/1.jpg"):
         write_image(scanned.root / name, 9)  # in place, which leaves the folder's time
     monkeypatch.setattr(folders, "SAMPLE", 3)  # of four files
-    assert look_again(scanned)[0].changed == (0, 2)
+    again = look_again(scanned)[0]
+    assert again.changed == (0, 2)
+    # A bad image is compared at each start: somebody can have repaired it.
+    (scanned.root / "dog" / "3.jpg").write_bytes(b"<html>")
+    broken = replace(look_again(scanned)[0], folders=scanned.folders)
+    write_image(scanned.root / "dog" / "3.jpg", 9)
+    monkeypatch.setattr(folders, "SAMPLE", 0)
+    assert list(broken.bad) == [2] and look_again(broken)[0].bad == {}
 
 
 def test_look_again_reads_changed_files_only_and_counts_them(scanned, tmp_path, monkeypatch):
@@ -196,6 +204,26 @@ def test_look_again_leaves_images_bad_that_were_from_the_start(scanned):
     bad = {0: "no such file", 2: "the decoder refuses it"}
     again, _ = look_again(replace(scanned, stamps=stamps, bad=bad))
     assert again.bad == bad and again.changed == ()
+
+
+@pytest.mark.parametrize("call", ["open", "stat", "scandir"])
+def test_folders_take_no_image_for_bad_or_gone_when_the_disk_fails(scanned, monkeypatch, call):
+    """Its index would be kept, and the next run would be another run."""
+    real = getattr(os, call)
+
+    def failing(path, *arguments, **keywords):
+        if str(path).endswith(".jpg" if call != "scandir" else "deep"):
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return real(path, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        if call == "open":
+            patch.setattr("builtins.open", failing)
+        work = look_again if call == "stat" else lambda index: image_folder(index.root)
+        with pytest.raises(OSError, match="Stale file handle"):
+            work(scanned)
+    assert look_again(scanned) == (scanned, 0)
 
 
 def test_look_again_compares_all_files_of_a_list(tmp_path):
