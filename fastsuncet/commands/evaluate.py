@@ -19,7 +19,9 @@ from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.protocols import accuracy, cross_validated, knn, linear, npi
 from fastsuncet.metrics.results import send_results
 from fastsuncet.metrics.trackers import require_packages
-from pipelines.output import say_line
+from pipelines.data_errors import DataError
+from pipelines.datasets.index import class_numbers
+from pipelines.output import first_five, say_line
 
 KINDS = {
     "knn": (knn, "nearest neighbors"),
@@ -61,6 +63,8 @@ def evaluate(
                 continue
             # Torch's stubs lack memory_format together with a device.
             network = _network(found, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
+            if kind == "accuracy":
+                _require_classes(found, images.train.classes)
             shown, known = images, 0
             if alone:
                 learned = learned_labels(found, config, images.train)
@@ -105,6 +109,17 @@ def _network(encoder: Encoder, kind: str, config: Config) -> nn.Module:
             "`fastsuncet evaluate knn`, npi and linear"
         )
     return nn.Sequential(encoder.module, encoder.classifier)
+
+
+def _require_classes(encoder: Encoder, now: tuple[str, ...]) -> None:
+    """Raise DataError where the classifier's classes have other names than the images': they are numbered by name."""
+    then, numbers = encoder.classes, class_numbers(len(now))
+    if then and now != then and numbers not in (now, then):
+        other = first_five(sorted({*now}.symmetric_difference(then)))
+        raise DataError(
+            f"the classifier of {encoder.source} has other classes than the images: {other}. Give classes the names of "
+            "then, or train it again"
+        )
 
 
 def _record(config: Config, kind: str, measured: scoring.Measured, encoder: Encoder, images: Images) -> dict:

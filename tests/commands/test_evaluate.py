@@ -229,3 +229,9 @@ def test_judging_leaves_out_validation_images_that_were_learned(run, capsys):
             newest = max((run / "results").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
             record = json.loads(newest.read_text())
             assert (record["images"], record.get("learned", 0)) == (left, learned)
+    (tuned,) = (run / "finetune").glob("of4*")
+    labels = run.parent / "labels.csv"
+    labels.write_text(labels.read_text().replace(",red", ",rot"))
+    again = ["evaluate", "accuracy", "mine.yaml", "logging.write_tag=run", "--encoder", str(tuned)]
+    assert cli.main(again) == 3
+    assert "other classes than the images: red, rot. Give classes the names" in capsys.readouterr().err
