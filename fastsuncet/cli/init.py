@@ -2,7 +2,8 @@
 
 Looks at the images below FOLDER (number, sizes, classes, labels, bad files) and at this machine (GPU,
 memory, cores, one timed step), and writes a config in which every choice has its reason. Prints the plan,
-the predicted hours and the next command. It replaces no file.
+the predicted hours and the next command. It replaces no file. With --weights RUN the images that the run
+has held out stay so; if they have changed since, their list is written beside the config.
 
 FOLDER holds train/CLASS/IMAGE or CLASS/IMAGE (the folders are the classes), or any tree of images with
 --labels, a CSV whose first line is `file,label`; or tar shards. The network starts from the weights that

@@ -92,12 +92,15 @@ def left_to_judge(images: Images, weights: Path, place: Place) -> tuple[Images, 
 def held_out_of(weights: Path, index: ImageIndex) -> tuple[Path | None, dict[str, str]]:
     """Return the held_out.csv of the run that `weights` is or lies in, and file -> label of its images in `index`.
 
-    None for the file: images have gone since, or have another label.
+    None for the file: images have gone since, or have another label. Of other photos, less than half of whose names
+    are known: {}.
     """
     table = _table_of(weights).with_name(HELD_OUT)
     before = _read(table)
     found = index.find(list(before))
     found = found[found >= 0]
+    if 2 * len(found) < len(before):
+        return None, {}
     now = _rows(index, found[index.labels[found] >= 0])
     return table if now == before else None, now
 

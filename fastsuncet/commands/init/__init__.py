@@ -1,5 +1,6 @@
 """`fastsuncet init`: look at a folder of images and at the machine, and write a config."""
 
+import contextlib
 import os
 import shlex
 from dataclasses import replace
@@ -16,6 +17,7 @@ from fastsuncet.distributed.place import expected_ranks
 from fastsuncet.errors import ConfigError
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
+from pipelines.data_errors import DataError
 from pipelines.datasets.index import load_index, save_index
 from pipelines.output import counted, csv_table, duration, say_line
 
@@ -27,17 +29,20 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     an output that exists and for hours, weights or images that no config fits, DataError for images and labels that
     cannot be read.
     """
-    for file in (output, held_out_file(output)):
-        refuse_existing(file, None)
+    refuse_existing(output, None)
     if output.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--output {output} must end in .yaml")
     text, config, plan, found, held_out = make(folder, labels, hours, weights, output)
-    newer = 0
+    if held_out:
+        refuse_existing(held_out_file(output), None)
+    other = 0
     if found.index is not None:
-        kept = kept_index(config)
+        kept, known = kept_index(config), None
+        with contextlib.suppress(DataError):  # damaged, or of shards that have changed: made anew
+            known = load_index(kept)
         # An older index can know more: `fastsuncet data check` decodes the images.
-        if (known := load_index(kept)) is not None:
-            newer = len(set(found.index.files).difference(known.files))
+        if known is not None:
+            other = len(set(found.index.files).symmetric_difference(known.files))
         else:
             save_index(found.index, kept)
     with disk_errors(output, "--output"):
@@ -53,10 +58,10 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
         say_line(f"{'note':<9}{note}")
     say_line(f"{'wrote':<9}{output}, {text.count(chr(10))} lines, with reasons")
     file = shlex.quote(str(output))
-    if newer:
-        reason = f"{counted(newer, 'image')} {'is' if newer == 1 else 'are'} newer than the kept index"
+    if other:
+        reason = f"{counted(other, 'image')} came or went since the kept index was made"
         say_line(f"{'next':<9}fastsuncet data check {file}  # {reason}")
-    say_line(f"{'then' if newer else 'next':<9}fastsuncet train {file}")
+    say_line(f"{'then' if other else 'next':<9}fastsuncet train {file}")
     if found.labels:
         skip = " --skip-bad" if found.bad else ""
         images = shlex.quote(str(folder))
