@@ -101,8 +101,9 @@ class LARS(DeviceLR):
         group = {**self.defaults, **param_group}
         _settings_of(group)
         lr, implementation = group["lr"], group["implementation"]
-        if isinstance(lr, Tensor) and lr.dim() > 0:
-            raise ValueError(f"LARS: lr must be a number or a 0-dim tensor, got shape {tuple(lr.shape)}")
+        if isinstance(lr, Tensor) and (lr.dim() > 0 or not lr.is_floating_point()):
+            got = f"{lr.dtype} of shape {tuple(lr.shape)}"
+            raise ValueError(f"LARS: lr must be a number or a floating 0-dim tensor, got {got}")
         if not isinstance(lr, Tensor):
             require("lr", lr)
         if implementation not in IMPLEMENTATIONS:
@@ -148,21 +149,25 @@ class LARS(DeviceLR):
 
         How the learning rate is held and which implementation runs stay as constructed: they belong to
         this machine, not to the run. A parameter that the file does not have starts from zero momentum.
-        Raises ValueError for the state of another optimizer and for a buffer of another shape.
+        Raises ValueError, and changes nothing, for the state of another optimizer and for a buffer of another shape.
         """
         missing = {field.name for field in fields(LARSSettings)}.difference(*state_dict["param_groups"])
         if missing:
             raise ValueError(f"LARS: this is the state of another optimizer, without {sorted(missing)}")
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(saved, own):
+            loaded = state_dict["state"].get(number, {}).get("momentum_buffer")
+            if loaded is not None and loaded.shape != p.shape:
+                shapes = f"{tuple(loaded.shape)} for a parameter of shape {tuple(p.shape)}"
+                raise ValueError(f"LARS: the state holds a momentum buffer of shape {shapes}")
         buffers = {p: state["momentum_buffer"] for p, state in self.state.items()}
         super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for p in group["params"]:
-                loaded = self.state[p].pop("momentum_buffer", None)
-                if loaded is not None and loaded.shape != p.shape:
-                    shapes = f"{tuple(loaded.shape)} for a parameter of shape {tuple(p.shape)}"
-                    raise ValueError(f"LARS: the state holds a momentum buffer of shape {shapes}")
-                buffer = buffers[p].zero_() if loaded is None else buffers[p].copy_(loaded)
-                self.state[p]["momentum_buffer"] = buffer
+        for p in own:
+            loaded = self.state[p].pop("momentum_buffer", None)
+            self.state[p]["momentum_buffer"] = (
+                buffers[p].zero_() if loaded is None else buffers[p].copy_(loaded)
+            )
 
 
 def _settings_of(group: dict[str, Any]) -> LARSSettings:

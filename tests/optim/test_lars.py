@@ -275,8 +275,12 @@ def test_lars_takes_few_calls_for_any_depth_and_no_sync(exclude, lr, nesterov, s
 def test_lars_refuses_the_state_of_another_network():
     other = LARS([nn.Parameter(torch.zeros(3, 2))], 0.1).state_dict()
     expected = r"momentum buffer of shape \(3, 2\) for a parameter of shape \(2,\)"
+    own = LARS([nn.Parameter(torch.zeros(2))], 0.2)
     with pytest.raises(ValueError, match=expected):
-        LARS([nn.Parameter(torch.zeros(2))], 0.1).load_state_dict(other)
+        own.load_state_dict(other)
+    assert (
+        own.param_groups[0]["lr"] == 0.2 and "momentum_buffer" in own.state[own.param_groups[0]["params"][0]]
+    )
     other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], 0.1).state_dict()
     with pytest.raises(ValueError, match=r"LARS: this is the state of another optimizer, without .*'eps'"):
         LARS([nn.Parameter(torch.zeros(2))], 0.1).load_state_dict(other)
@@ -303,7 +307,8 @@ def test_lars_runs_a_closure_with_gradients():
         ({"nesterov": True, "momentum": 0.0}, "nesterov needs a momentum above 0"),
         ({"lr": -1.0}, "lr must be a number from 0 to below inf, not -1.0"),
         ({"lr": math.nan}, "lr must be a number from 0 to below inf, not nan"),
-        ({"lr": torch.zeros(2)}, r"lr must be a number or a 0-dim tensor, got shape \(2,\)"),
+        ({"lr": torch.zeros(2)}, r"number or a floating 0-dim tensor, got torch.float32 of shape \(2,\)"),
+        ({"lr": torch.tensor(1)}, r"got torch.int64 of shape \(\)"),
         ({"implementation": "triton"}, "'triton' is not one of auto, foreach, kernel"),
     ],
 )
