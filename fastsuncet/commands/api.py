@@ -191,13 +191,23 @@ def _with_images(config: Config, images: ImageInput, labels: Iterable | None) ->
 
 
 def _class_of(label: Any) -> str | None:
-    """Return the name of the class that a label is, None where it is None or NaN, which pandas has for no label."""
+    """Return the name of the class that a label is, None where it is None or NaN, which pandas has for no label.
+
+    pandas makes numbers of classes floats where one is missing: 2.0 is the class 2. Raises DataError for no name.
+    """
     if isinstance(label, Tensor) and label.ndim == 0:
         label = label.item()
     if label is not None and not isinstance(label, (str, Real, np.bool_)):
         kind = type(label).__name__
         raise DataError(f"a label is the name or the number of a class, or None, not {label!r} ({kind})")
-    return None if label is None or label != label else str(label)
+    if label is None or label != label:
+        return None
+    if isinstance(label, (float, np.floating)) and float(label).is_integer():
+        label = int(float(label))
+    name = str(label).strip()
+    if not name:
+        raise DataError("a label is empty: give the name of a class, or None for an image without a label")
+    return name
 
 
 def _require_positive(name: str, count: int) -> None:

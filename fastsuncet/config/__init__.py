@@ -242,4 +242,5 @@ def load_config(
     The last of several overrides of a key counts. `origins` has that of those that are not from the command line.
     Raises ConfigErrors (exit code 2) with all problems, or with the first one that is not YAML.
     """
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     return Config.from_document(*read_config(os.fspath(path), overrides, origins or {}))

@@ -608,7 +608,12 @@ class Schema:
     def __init__(self, model: type[Section]):
         self.sections: dict[str, dict[str, FieldInfo]] = {}
         self.values: dict[str, FieldInfo] = {}
+        self._model = model
         self._add("", model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A config can be pickled and copied; the checks of its fields, which are functions, cannot.
+        return Schema, (self._model,)
 
     def _add(self, section: str, model: Any) -> None:
         self.sections[section] = model.__pydantic_fields__

@@ -77,9 +77,11 @@ def outputs(
             before_batch()
             for number, pixels in enumerate(shown):
                 h = network(pixels.to(like))
-                if not isinstance(h, Tensor) or h.ndim != 2:
+                if not isinstance(h, Tensor) or h.ndim != 2 or len(h) != len(pixels):
                     kind = f"a tensor {tuple(h.shape)}" if isinstance(h, Tensor) else type(h).__name__
-                    raise ConfigError(f"an encoder maps images to a tensor (images, width), not to {kind}")
+                    raise ConfigError(
+                        f"an encoder maps images to a tensor (images, width), not {len(pixels)} of them to {kind}"
+                    )
                 h = h.float()
                 # One block from the start: joining a list of batches would hold every row twice.
                 rows = h.new_empty(count, len(views), h.shape[1]) if rows is None else rows

@@ -68,7 +68,12 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
     weights = []
     for name, images, given, other in (
         ("array", pixels, labels, pixels[::-1]),
-        ("files", files, labels, [*files[:10], *files[:-3:-1]]),
+        (
+            "files",
+            files,
+            [f" {label} " if label == "cat" else label for label in labels],
+            [*files[:10], *files[:-3:-1]],
+        ),
         ("mapping", dict(zip(map(str, files), labels)), None, dict(zip(files, labels[::-1]))),
     ):
         config = small_config(tmp_path / name, *FEW)
@@ -106,7 +111,7 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
 def test_calls_from_a_program_with_its_own_defaults_and_a_relative_folder(tmp_path, monkeypatch):
     """Later calls from another folder find the images. What the caller has of a network stays as it is."""
     pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), np.uint8)
-    labels = (torch.arange(12) % 2).to(torch.uint8)
+    labels = np.array([*[0, 1] * 5, np.nan, np.nan], np.float32)  # as pandas has numbers of classes, and none
     monkeypatch.chdir(tmp_path)
     with torch.device("meta"), torch.inference_mode():
         torch.set_default_dtype(torch.float64)
@@ -125,8 +130,11 @@ def test_calls_from_a_program_with_its_own_defaults_and_a_relative_folder(tmp_pa
     assert again.dtype == np.float32 and np.allclose(rows, again, rtol=0.1, atol=0.1)
     flat = fastsuncet.embed(torch.nn.Flatten(), pixels, view=encoder.view)[1]
     assert flat.shape == (12, 3 * 16 * 16)
-    with pytest.raises(ConfigError, match=r"\(images, width\), not to a tensor \(12, 3, 16, 16\)"):
+    with pytest.raises(ConfigError, match=r"\(images, width\), not 12 of them to a tensor \(12, 3, 16, 16\)"):
         fastsuncet.embed(torch.nn.Identity(), pixels, view=encoder.view)
+    one_row = torch.nn.Sequential(torch.nn.Flatten(0), torch.nn.Unflatten(0, (1, -1)))
+    with pytest.raises(ConfigError, match=r"not 12 of them to a tensor \(1, 9216\)"):
+        fastsuncet.embed(one_row, pixels, view=encoder.view)
 
 
 def test_calls_in_two_threads_restore_what_was_before_both():
@@ -151,6 +159,7 @@ def test_train_refuses_images_that_are_none(tmp_path):
         (np.zeros((2, 8, 8, 3), np.float32), None, "not .* float32"),
         (np.zeros((2, 8, 8, 3), np.uint8), ["cat"], "1 labels were given for 2 images"),
         (np.zeros((1, 8, 8, 3), np.uint8), torch.ones(1, 10), r"a label is the name .* not tensor"),
+        (np.zeros((1, 8, 8, 3), np.uint8), [" "], "a label is empty: .* None for an image without"),
         (["a.jpg"], {"a.jpg": "cat"}, "one dictionary of files and their classes"),
         ({"a.jpg": "cat"}, ["cat"], "one dictionary of files and their classes"),
         (["a.jpg", "a.jpg"], None, "given more than once"),

@@ -1,6 +1,8 @@
 """A config has a value, reads back what it writes, and says which keys can change when a run continues."""
 
+import copy
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ def test_config_reads_back_its_yaml_and_json():
     assert load_config("again.yaml") == config
     assert Config.from_values(json.loads(json.dumps(config.canonical()))) == config
     assert "crop_scale: [0.08, 1.0]" in config.to_yaml()
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert load_config("again.yaml", "logging.folder=b") == config.with_values({"logging.folder": "b"})
 
 
 def test_config_from_values_obeys_the_rules():
