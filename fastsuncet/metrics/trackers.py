@@ -182,11 +182,10 @@ class MLflow(Tracker):
         run = found[0] if found else self._client.create_run(number, tags=tags, run_name=name)
         self._id, self._params = run.info.run_id, set(run.data.params)
         self._unsent: list[str] = []
-        # An evaluation leaves it as it is: the run can be in training.
-        self._status, self._starts = run.info.status if found else "FINISHED", False
+        self._ends = not found  # an evaluation leaves a run of before as it is: it can be in training
 
     def settings(self, config: Config) -> None:
-        self._starts = True
+        self._ends = True
         self._client.update_run(self._id, status="RUNNING")
         # A param is written once: of a continued run, config.yaml has the values that changed.
         values = {k: v for k, v in flat(config.canonical()).items() if k not in self._params}
@@ -210,10 +209,9 @@ class MLflow(Tracker):
         self._client.log_text(self._id, text, name)
 
     def close(self, failure: BaseException | None) -> None:
-        if self._starts:
-            self._status = "KILLED" if isinstance(failure, Preempted) else "FAILED" if failure else "FINISHED"
-        if self._status != "RUNNING":
-            self._client.set_terminated(self._id, self._status)
+        if self._ends:
+            status = "KILLED" if isinstance(failure, Preempted) else "FAILED" if failure else "FINISHED"
+            self._client.set_terminated(self._id, status)
         if self._unsent:
             lost = counted(len(self._unsent), "line")
             raise OSError(f"{lost} of numbers not sent; the first: {self._unsent[0]}")

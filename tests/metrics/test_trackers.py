@@ -141,6 +141,9 @@ def test_tracker_is_told_how_a_run_ended_and_an_evaluation_beside_it_ends_nothin
         if failure:
             raise failure
     assert [run.info.status for run in mlflow.runs.values()] == [status]
+    mlflow.runs["run0"].info.status = "a training's that goes on"
+    send_results(config, [])
+    assert mlflow.runs["run0"].info.status == "a training's that goes on"
     assert wandb.begun[-1]["exit_code"] == code
 
 
