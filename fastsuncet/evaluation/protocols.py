@@ -90,7 +90,7 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
     if config.data.split.kind == "all":
         # Of a draw, the number differs from seed to seed, and seeds must stay comparable.
         setting["supports"] = len(chosen)
-    notes = tuple(_k_note(k, shown.labels))
+    notes = _k_note(k, int(shown.labels.bincount().max()))
     metrics = {"top1": share_right(plain, truth), "top1_weighted": share_right(weighted, truth)}
     return Measured(metrics, len(truth), setting, notes, plain, truth)
 
@@ -98,14 +98,15 @@ def knn(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
 def _crops_of(config: Config) -> dict[str, Any]:
     """Return what decides the random crops of supports."""
     a = config.data.augmentation
-    ranges = {"crop_scale": list(a.crop_scale), "crop_ratio": list(a.crop_ratio)}
+    ranges = {"support_scale": list(a.crop_scale), "support_ratio": list(a.crop_ratio)}
     return {"seed": config.meta.seed, "flip": a.flip, **ranges}
 
 
-def _k_note(k: int, labels: Tensor) -> list[str]:
-    most = int(labels.bincount().max())
-    note = f"k is {k} and no class has more than {most} labels, so others always vote too: lower evaluation.knn_k"
-    return [note] if k > most else []
+def _k_note(k: int, most: int) -> tuple[str, ...]:
+    note = (
+        f"k is {k} and no class has more than {most} votes, so others always vote too: lower evaluation.knn_k"
+    )
+    return (note,) if k > most else ()
 
 
 def npi(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
@@ -197,7 +198,10 @@ def cross_validated(
             return knn_predict(features[left_out], features[learned], labels[learned], k=k)
 
     known = torch.from_numpy(learned[chosen]).to(place.device)
-    notes = label_notes(images) + (_k_note(config.evaluation.knn_k, labels) if kind == "knn" else [])
+    notes = label_notes(images)
+    if kind == "knn":
+        most = int(labels.bincount().max())
+        notes += _k_note(config.evaluation.knn_k, most - most // FOLDS)
     new = int((torch.bincount(labels)[labels[~known]] > 1).sum())
     if known.any():
         notes.append(f"the network has learned from the other {int(known.sum())} labels" if new else LEARNED)

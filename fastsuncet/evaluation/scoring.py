@@ -152,7 +152,9 @@ def supports(images: Images, config: Config) -> np.ndarray:
     """
     require_split(config)
     if images.held_out is not None and (notes := label_notes(images)):
-        raise DataError(f"{notes[0]}. Labels: {images.split}")
+        raise DataError(
+            f"{notes[0]}: label one of each, or validate on images of the others. Labels: {images.split}"
+        )
     return labeled(images)
 
 
