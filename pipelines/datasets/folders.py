@@ -104,7 +104,7 @@ def look_again(index: ImageIndex) -> tuple[ImageIndex, int]:
             files, now = _listed(root, classes=bool(index.classes))
             added = len(set(files).difference(index.files))
             # While the index lacks an image, all is listed at each start, so that the new images are counted again.
-            index = index if added else replace(index, folders=now)
+            index = index if added or now == kept else replace(index, folders=now)
     return _compared(index, root, np.arange(len(index))), added
 
 

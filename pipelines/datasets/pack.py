@@ -78,8 +78,9 @@ def _shard_paths(pattern: str) -> list[Path]:
     if os.path.isdir(pattern):
         names = sorted(glob.glob(f"{glob.escape(pattern)}/*.tar")) or [f"{pattern}/*.tar"]
     else:
-        parts = [pattern] if os.path.exists(pattern) else _expanded(pattern)
-        names = [name for part in parts for name in sorted(glob.glob(part)) or [part]]
+        # A file is itself, whatever its name: a[1].tar is no pattern.
+        parts = () if os.path.exists(pattern) else _expanded(pattern)
+        names = [name for part in parts for name in sorted(glob.glob(part)) or [part]] or [pattern]
     if missing := [name for name in names if not os.path.isfile(name)]:
         raise DataError(f"there is no pack or shard {missing[0]}: {_MAKE}")
     if compressed := [name for name in names if name.endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))]:

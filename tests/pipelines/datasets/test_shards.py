@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import shutil
 import tarfile
 from pathlib import Path
 from unittest import mock
@@ -80,6 +81,9 @@ def test_open_pack_takes_patterns(folder):
     folder = folder.rename(folder.with_name("{1..3}[d]"))
     for there in (folder / "{b,c}.tar", folder):
         assert open_pack(there).pack.paths[-1].name == "{b,c}.tar"
+    (folder / "a-001.tar").rename(folder / "a-[0].tar")
+    shutil.copy(folder / "{b,c}.tar", folder / "a-0.tar")
+    assert open_pack(folder / "a-[0].tar").pack.paths[0].name == "a-[0].tar"
 
 
 def test_open_pack_names_what_is_missing(folder, tmp_path):
