@@ -147,7 +147,7 @@ def require_run_folder() -> None:
 
 
 class RunStatus:
-    """status.json: how the run stood when it last wrote, for launchers and people. Rank 0 writes it atomically."""
+    """status.json: how the run stood when it last wrote, for launchers and people. Rank 0 writes it."""
 
     def __init__(self, path: Path, place: Place):
         self.path, self.place = path, place

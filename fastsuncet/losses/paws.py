@@ -190,5 +190,6 @@ def _check(
     cold = smoothing == 0 and temperature < LOWEST_TEMPERATURE
     wanted = f"temperature must be at least {LOWEST_TEMPERATURE} without smoothing"
     require("paws", not cold, wanted, temperature)
-    fits = prior is None or (isinstance(prior, Tensor) and prior.shape == labels.shape)
-    require("paws", fits, f"prior must be one share per support, a tensor ({len(labels)},)", prior)
+    is_share = isinstance(prior, Tensor) and prior.shape == labels.shape and prior.is_floating_point()
+    wanted = f"prior must be one share per support, a floating tensor ({len(labels)},)"
+    require("paws", prior is None or is_share, wanted, prior)

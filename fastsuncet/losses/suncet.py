@@ -34,7 +34,7 @@ def suncet(
     others. No anchor with a positive, or no row at all, gives 0 with a zero gradient.
 
     Args:
-        z: (N, D) floating. Rows of any length, they are normalized here; one whose length overflows, 2e19 in
+        z: (N, D) floating. Rows are normalized here; one whose length is below 1e-12 or overflows, 2e19 in
             float32, counts as a zero row. All ranks pass the same shape.
         labels: (N,) integers of any value; no value is special.
         temperature: above 0.

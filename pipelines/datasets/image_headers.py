@@ -24,7 +24,8 @@ MAX_PIXELS = 100_000_000
 # PIL warns of an attack from its own limit on, 89 megapixels. A program that has raised it keeps its own.
 Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS and max(Image.MAX_IMAGE_PIXELS, MAX_PIXELS)
 # PIL prints what it thinks of damaged EXIF values and of transparent palettes. An image that cannot be read is named.
-warnings.filterwarnings("ignore", module=r"PIL\.(TiffImagePlugin|Image)")
+warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
+warnings.filterwarnings("ignore", "Palette images with Transparency")
 # More than cores: on a network disk a header is nearly all waiting.
 THREADS = 16
 # Files per task, at most: a future for each file would cost more than the file.
