@@ -26,6 +26,7 @@ from fastsuncet.config import Config
 from fastsuncet.evaluation.classifier import Classifier, best_classifier, fitted_to, run_of
 from pipelines import atomic_files
 from pipelines.datasets.folders import existing_folder
+from pipelines.datasets.index import ImageIndex
 from pipelines.output import csv_table, say_line
 
 FORMATS = (".csv", ".parquet")
@@ -60,15 +61,30 @@ def predict(
 
     def save(path: Path, rows: np.ndarray) -> None:
         _save(path, _predictions(rows, names, classifier.classes))
+        if page:  # before `output` is in its place: the same command makes up for a page that failed
+            counted, summary = _summary(rows, work.index, classifier)
+            every = _predictions(rows, names, classifier.classes)
+            found = [each for each, kept in zip(every, counted) if kept and isinstance(each, Prediction)]
+            text = prediction_page(found, folder, [*classifier.about, summary])
+            with disk_errors(shown, "--output"):
+                # Names of files and folders are bytes: one that is not UTF-8 is shown with question marks.
+                atomic_files.replace(shown, text.encode(errors="replace"))
 
     with advising_skip_bad(skip_bad):
         work, names, classifier = _begun(where, folder, batch, skip_bad)
         rows = work.write(output, save, force=force)
-    index = work.index
+    say_skipped(work.skipped, work.index, "; their cells are empty")
+    say_line(_summary(rows, work.index, classifier)[1])
+    say_line(f"wrote {output}: {len(work.index) - len(work.skipped):,} images")
+    if page:
+        say_line(f"wrote {shown}")
+
+
+def _summary(rows: np.ndarray, index: ImageIndex, classifier: Classifier) -> tuple[np.ndarray, str]:
+    """Return which images count, bool (N,), and how sure the classifier is of them: of new ones where there are any."""
     decoded = ~np.isnan(rows[:, 1])
     new = decoded & ~fitted_to(classifier, index)
     counted = new if new.any() else decoded
-    say_skipped(work.skipped, index, "; their cells are empty")
     sure, labeled = rows[counted, 1], int(decoded.sum() - new.sum())
     unsure = int((sure < UNSURE).sum())
     summary = f"images       mean probability {100 * sure.mean():.1f} %; {unsure:,} of {len(sure):,} "
@@ -76,17 +92,7 @@ def predict(
     if labeled:
         fitted = f"the {labeled:,} labeled ones are not counted"
         summary += f"; {fitted if new.any() else 'all of them are labeled, and it is less sure of others'}"
-    say_line(summary)
-    say_line(f"wrote {output}: {len(index) - len(work.skipped):,} images")
-    if page:
-        every = _predictions(rows, names, classifier.classes)
-        found = [each for each, kept in zip(every, counted) if kept and isinstance(each, Prediction)]
-        about = [*classifier.about, summary]
-        text = prediction_page(found, folder, about)
-        with disk_errors(shown, "--output"):
-            # Names of files and folders are bytes: one that is not UTF-8 is shown with question marks.
-            atomic_files.replace(shown, text.encode(errors="replace"))
-        say_line(f"wrote {shown}")
+    return counted, summary
 
 
 def predictions(where: Path | Config, images: ImageInput, batch: int, skip_bad: bool) -> list[Prediction]:

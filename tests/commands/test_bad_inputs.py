@@ -211,6 +211,18 @@ def test_suggest_writes_no_table_where_its_page_has_no_room(here, small_disk, ca
 
 
 @pytest.mark.slow
+def test_predict_continues_where_its_page_had_no_room(here, small_disk, capsys, monkeypatch):
+    disk = small_disk("size=256k")
+    command = f"predict run.yaml photos --output {disk}/out.csv --page".split()
+    with monkeypatch.context() as patch:
+        patch.setattr("fastsuncet.commands.predict.prediction_page", lambda *_: "x" * (1 << 20))
+        assert cli.main(command) == 5
+    assert "free some" in capsys.readouterr().err and not (disk / "out.csv").exists()
+    assert cli.main(command) == 0
+    assert "continuing after" in capsys.readouterr().out and list(files(disk)) == ["out.csv", "out.html"]
+
+
+@pytest.mark.slow
 def test_predict_and_suggest_take_a_run_on_a_disk_that_cannot_be_written(here, small_disk, capsys):
     run = shutil.copytree("runs/run", small_disk("size=4m") / "run")
     small_disk("ro,size=4m")
