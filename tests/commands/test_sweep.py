@@ -276,6 +276,7 @@ NOHUP = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, re
         pytest.param(EXIT.format("SIGTERM", 75), signal.SIGTERM, 75, id="saves"),
         pytest.param(EXIT.format("SIGTERM", 5), signal.SIGTERM, 5, id="cannot-save"),
         pytest.param(EXIT.format("SIGTERM", 0), signal.SIGTERM, 0, id="was-done"),
+        pytest.param(EXIT.format("SIGINT", 130), signal.SIGINT, 75, id="interrupted-at-its-start"),
         pytest.param(EXIT.format("SIGHUP", 75), signal.SIGHUP, 75, id="closed-terminal", marks=NOHUP),
     ],
 )

@@ -19,7 +19,7 @@ from fastsuncet.paths import cli_command
 from pipelines.output import counted, say_line
 
 # Exit codes with which a child reports a problem of its own, whether it was asked to stop or not; see errors.py.
-REFUSED = (2, 3, 4, 5, 130)
+REFUSED = (2, 3, 4, 5)
 PREEMPTED = 75
 
 
