@@ -236,15 +236,6 @@ def test_a_gpu_has_the_papers_batch(name, pattern, unlabeled, labeled, views, st
         assert (sizes.classes_per_batch, sizes.global_images_per_class) == (20, 2 * 64)
 
 
-def test_demo_gives_both_methods_the_same_compute():
-    suncet, simclr = (load_config(f"digits_{name}").resolve(1, 1_442, 10) for name in ("demo", "simclr"))
-    assert suncet.update_views(True) == simclr.update_views(True) == 256
-    assert suncet.steps == simclr.steps == 600
-    assert (suncet.supervised_steps, simclr.supervised_steps) == (600, 0)
-    # It runs on two processes too.
-    assert load_config("digits_demo").resolve(2, 1_442).local_labeled == 30
-
-
 @pytest.mark.parametrize("names", [("in1k_simclr", "in1k_10pct"), ("cifar10_simclr", "cifar10_suncet")])
 def test_baseline_differs_only_in_labels_and_batch(names):
     baseline, suncet = map(load_config, names)

@@ -36,15 +36,6 @@ def test_arithmetic_classes_can_be_shared_in_place_of_images():
     assert sizes.update_views(True) == 2 * 256 + 2 * 6720
 
 
-def test_arithmetic_switch_off():
-    """After the end supervision is always on; with 0 epochs the labeled batch is never asked for."""
-    late = load(GOOD, *SUPERVISED, "criterion.supervised_imgs_per_class=4", "criterion.supervised_epochs=250")
-    assert late.resolve(1, CIFAR10).supervised_steps == 100 * 195
-    never = load(GOOD, *SUPERVISED, "criterion.supervised_imgs_per_class=3", "criterion.supervised_epochs=0")
-    sizes = never.resolve(2, CIFAR10, 1)
-    assert (sizes.supervised_steps, sizes.global_labeled, sizes.update_views(True)) == (0, 0, 512)
-
-
 def test_arithmetic_steps_and_warmup():
     """Steps take precedence over epochs; the warm-up is counted in epochs."""
     sizes = load(GOOD, "optimization.steps=600", "optimization.warmup=2.5").resolve(1, CIFAR10)
@@ -102,6 +93,9 @@ def test_arithmetic_takes_the_least_that_fits():
     assert two.resolve(2, 100).global_images_per_class == 2
     cut = load(GOOD, *SUPERVISED, f"{EACH}20", f"{ON}all", "criterion.micro_batch=8")
     assert len(cut.resolve(2, 1000).pieces(True)) == 128
+    # With 0 epochs the labeled batch is never asked for.
+    never = load(GOOD, *SUPERVISED, f"{EACH}3", f"{ON}0").resolve(2, CIFAR10, 1)
+    assert (never.supervised_steps, never.global_labeled, never.update_views(True)) == (0, 0, 512)
 
 
 @given(

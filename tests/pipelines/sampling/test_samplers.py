@@ -272,14 +272,6 @@ def boxes(plan: EvaluationPlan, view: int = 0) -> np.ndarray:
     return np.concatenate([plan(step).views[view].box for step in range(len(plan))])
 
 
-def test_evaluation_plan_shows_every_image_once_in_order(index):
-    steps = [one_pass(index)(step) for step in range(3)]
-    assert np.concatenate([draws.indices for draws in steps]).tolist() == WANTED.tolist()
-    assert [len(draws.indices) for draws in steps] == [3, 3, 1]
-    with pytest.raises(StopIteration):
-        one_pass(index)(3)
-
-
 def test_evaluation_plan_view_depends_on_its_position_alone(index):
     """Not on batches, ranks or the number of views."""
     whole = boxes(one_pass(index, batch=7, views=1))
