@@ -6,12 +6,11 @@ import torch
 import torchvision
 
 from fastsuncet.commands.export import export
-from fastsuncet.config import ConfigErrors
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models.flops import network_cost
 from fastsuncet.models.resnet import build_model, width_of
-from fastsuncet.models.sync_batchnorm import RankBatchNorm, synchronize
+from fastsuncet.models.sync_batchnorm import synchronize
 from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
 
 WEIGHTS = torchvision.models
@@ -38,12 +37,9 @@ def test_timm_backbone_draws_nothing_in_training():
     assert not any(getattr(module, "drop_prob", 0) for module in swin.modules())
 
 
-def test_timm_backbone_name_is_checked_and_the_nearest_suggested(tmp_path):
+def test_timm_backbone_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match=r"no network convnext_tyny; did you mean timm/convnext_tiny"):
         build_model("timm/convnext_tyny", device="meta")
-    for words in (["model.name=timm/../x"], ["model.name=timm/vit_base_patch16_224", "model.stem=cifar"]):
-        with pytest.raises(ConfigErrors, match="must be"):
-            small_config(tmp_path, *words)
 
 
 @pytest.mark.parametrize("name", ["timm/mixer_s32_224", "timm/levit_128s"])
@@ -55,8 +51,6 @@ def test_timm_backbone_of_one_size_refuses_another(name):
 def test_synchronize_refuses_a_batchnorm_that_does_more():
     with pytest.raises(ConfigError, match=r"BatchNormAct2d is not a plain .* model\.sync_batchnorm=false"):
         synchronize(build_model("timm/regnety_002").encoder)
-    again = synchronize(synchronize(build_model("resnet_tiny").encoder))
-    assert isinstance(again.bn1, RankBatchNorm)
 
 
 @pytest.mark.slow
