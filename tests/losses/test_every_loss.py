@@ -115,6 +115,10 @@ def wrong_paws(anchors=S, supports=Z, labels=Y, targets=S, target_supports=Z, vi
             lambda: suncet(Z, Y, 0.1, average="all"),
             r"average must be one of \('sample', 'class'\), not 'all'",
         ),
+        *(
+            (lambda t=t: suncet(Z, Y, t), r"suncet: temperature .*0\.5 for .* must be a plain number above 0")
+            for t in (0, -0.1, math.nan, math.inf, "0.1", None, torch.tensor(0.1))
+        ),
         (lambda: cross_entropy(Z[0], Y), r"cross_entropy: logits must be \(rows, classes\)"),
         (lambda: cross_entropy(Z, Y.float()), r"cross_entropy: labels must be integers"),
         (lambda: swav(S[0], 0.1, crops=4), r"swav: scores must be \(crops x images, prototypes\)"),
@@ -147,9 +151,3 @@ def wrong_paws(anchors=S, supports=Z, labels=Y, targets=S, target_supports=Z, vi
 def test_checks_refuse_a_wrong_call(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@pytest.mark.parametrize("temperature", [0, -0.1, math.nan, math.inf, "0.1", None, torch.tensor(0.1)])
-def test_checks_refuse_a_wrong_temperature(temperature):
-    with pytest.raises(ValueError, match=r"suncet: temperature .*0\.5 for .* must be a plain number above 0"):
-        suncet(Z, Y, temperature)
