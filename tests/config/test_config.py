@@ -40,12 +40,6 @@ def test_config_run_folder(monkeypatch):
         load_config("my run.yaml")
 
 
-def test_config_error_names_the_line():
-    error = load().error("optimization.lr", "is too large for this data set")
-    place = "run.yaml:9: optimization.lr: 1.0"
-    assert str(error) == f"1 problem in the config\n\n  {place}\n      is too large for this data set"
-
-
 def test_config_changed_key():
     """Each key either forbids continuing a run or is listed in FREE_ON_RESUME."""
     assert set(FREE_ON_RESUME) <= {*CONFIG.sections, *CONFIG.values}

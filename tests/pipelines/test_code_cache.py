@@ -9,22 +9,8 @@ import pytest
 from pipelines import code_cache, cuda_compiler
 
 
-@pytest.fixture
-def open_umask():
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
-
 def modes(path, root):
     return [each.stat().st_mode & 0o777 for each in (path, *path.parents) if root in each.parents]
-
-
-def test_write_makes_file_and_folders_for_their_owner_alone(tmp_path, open_umask):
-    path = tmp_path / "cache" / "kernels" / "code"
-    code_cache.write(path, b"code")
-    assert modes(path, tmp_path) == [0o600, 0o700, 0o700]
-    assert code_cache.read(path) == b"code" and list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("name", ["folder", "file"])
