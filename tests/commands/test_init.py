@@ -249,6 +249,8 @@ def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos
     config, text = load_config("b/again.yaml"), Path("b/again.yaml").read_text()
     assert (f"validation: {kept}" in text) == bool(kept)
     assert (config.data.validation is None) == (kept is None)
+    left = 12 - bool(kept)  # what is held out is none of the images to train on
+    assert f": {left} images, {left if folders else 8 - bool(kept)} labels, " in text
     assert config.data.augmentation.size == 48 and config.model.init == str(table.parent)
     assert cli.main(["train", "b/again.yaml", "--dry-run", "data.backend=torchvision"]) == 0
     assert ("without 1 validation images" in capsys.readouterr().out) == bool(kept)

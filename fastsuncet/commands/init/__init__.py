@@ -103,7 +103,8 @@ def make(
         kept, held_out = held_out_of(typed_path(start.init), index)
         if held_out and not found.validation:
             changed = {} if kept else held_out
-            found = replace(found, validation=relative(kept or held_out_file(output)))
+            table, out = relative(kept or held_out_file(output)), len(held_out)
+            found = replace(found, validation=table, labels=found.labels - out, images=found.images - out)
         start = replace(start, init=relative(start.init))
     plan = choose(found, machine, hours, start, why)
     text = written(plan, found, hours)
