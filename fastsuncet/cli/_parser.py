@@ -31,7 +31,8 @@ exit codes:
   2    the config or the command line is wrong, or a batch does not fit the GPU
   3    the data is wrong: a missing folder, an image that cannot be decoded
   4    a loss is not finite; nothing of that step was saved
-  5    a checkpoint, a result or an export cannot be read or written
+  5    a checkpoint, a result or an export cannot be read or written, or the
+       disk or the file server failed
   75   stopped by a signal and saved: the same command continues (requeue it)
   124  a rank hung and is named: the same command continues
   130  interrupted from the keyboard"""
