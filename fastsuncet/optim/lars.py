@@ -165,9 +165,8 @@ class LARS(DeviceLR):
         super().load_state_dict(state_dict)
         for p in own:
             loaded = self.state[p].pop("momentum_buffer", None)
-            self.state[p]["momentum_buffer"] = (
-                buffers[p].zero_() if loaded is None else buffers[p].copy_(loaded)
-            )
+            buffer = buffers[p].zero_() if loaded is None else buffers[p].copy_(loaded)
+            self.state[p]["momentum_buffer"] = buffer
 
 
 def _settings_of(group: dict[str, Any]) -> LARSSettings:
