@@ -67,11 +67,11 @@ def evaluate(
                 _require_classes(found, images.train.classes)
             shown, known = images, 0
             if alone:
-                learned = learned_labels(found, config, images.train)
+                learned = learned_labels(found, images.train)
                 measured = cross_validated(kind, network, images, config, place, learned)
             else:
                 if found.trained is not None:
-                    shown, known = left_to_judge(images, Path(found.source), place)
+                    shown, known = left_to_judge(images, Path(found.source), found.supervised, place)
                 measured = KINDS[kind][0](network, shown, config, place)
             if known:
                 measured = replace(measured, learned=known, notes=(*measured.notes, scoring.LEARNED))

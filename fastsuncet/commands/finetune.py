@@ -56,9 +56,9 @@ def finetune(
                 continue
             shown, known = images, 0
             if images.held_out is None:
-                known = int(learned_labels(found, config, images.train)[labeled(images)].sum())
+                known = int(learned_labels(found, images.train)[labeled(images)].sum())
             elif found.trained is not None:
-                shown, known = left_to_judge(images, Path(found.source), place)
+                shown, known = left_to_judge(images, Path(found.source), found.supervised, place)
             require_norm(sized, place, found)
             if records:
                 say("")

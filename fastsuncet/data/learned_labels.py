@@ -3,11 +3,12 @@
     RUN/learned.csv    file,label of the labeled images that it trains on, and of those that model.init had trained on
     RUN/held_out.csv   file,label of the images that data.validation has taken out of the training images
 
-Both can be a `data.csv` or a `data.validation`.
+A fine-tuning keeps both in its own folder, RUN/finetune/TAG. Both can be a `data.csv` or a `data.validation`.
 """
 
 import csv
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +39,7 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     held_out, warning = _held_out(images), []
     tables = {LEARNED: dict(before), HELD_OUT: held_out}
     if config.criterion.supervised:
-        few = len(images.split.indices) <= MOST
-        tables[LEARNED] = tables[LEARNED] | _rows(images.train, images.split.indices) if few else {}
+        tables[LEARNED] = _with_rows(before, images, images.split.indices)
     if known := len(before.keys() & held_out.keys()):
         others = init.with_name(HELD_OUT)
         name = others if others.is_file() else "FILE.csv, with labels that it has not learned from"
@@ -47,39 +47,43 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
             f"{known} of {len(held_out)} validation images are labels that model.init has learned from: "
             f"accuracies on them are too high. Write data.validation={name}"
         )
-    for name, rows in tables.items():
-        with disk_errors(folder / name):
-            if rows:
-                atomic_files.replace(folder / name, csv_table([("file", "label"), *rows.items()]))
-            else:
-                atomic_files.remove(folder / name)
+    _write(folder, tables)
     return warning
 
 
-def learned(run: Path, index: ImageIndex, trained: Config) -> np.ndarray:
-    """Return which images of `index` a run with the config `trained` has learned the label of, bool (N,).
+def write_tuned_labels(
+    folder: Path, images: Images, chosen: np.ndarray, weights: Path, supervised: bool
+) -> None:
+    """Write both tables of a fine-tuning in `folder` that learns from the images `chosen` and starts from `weights`.
 
-    Of a run that does not say it: all.
+    Those are `supervised` where they have learned from labels. Raises CheckpointError for a disk that refuses.
     """
-    table = run / LEARNED
-    if table.is_file():
-        names = _read(table)
-        found = np.zeros(len(index), bool)
-        positions = index.find(list(names))
-        found[positions[positions >= 0]] = True
-        return found
-    return np.full(len(index), trained.criterion.supervised)
+    before = _learned_by(weights, supervised)
+    rows = {} if before is None else _with_rows(before, images, chosen)
+    _write(folder, {LEARNED: rows, HELD_OUT: _held_out(images)})
 
 
-def left_to_judge(images: Images, weights: Path, place: Place) -> tuple[Images, int]:
-    """Return the images without the validation images that `weights` have learned the label of, and 0.
+def learned(weights: Path, index: ImageIndex, supervised: bool) -> np.ndarray:
+    """Return which images of `index` the weights have learned the label of, bool (N,).
+
+    All where nothing says it and they are `supervised`: they have learned from labels.
+    """
+    if (names := _learned_by(weights, supervised)) is None:
+        return np.ones(len(index), bool)
+    found, positions = np.zeros(len(index), bool), index.find(list(names))
+    found[positions[positions >= 0]] = True
+    return found
+
+
+def left_to_judge(images: Images, weights: Path, supervised: bool, place: Place) -> tuple[Images, int]:
+    """Return the images without the validation images of which `learned` is true, and 0.
 
     A share that data.validation holds out is another draw once there are more labels. Rank 0 says how many are left
     out. Where none would be left, return all images and how many these are.
     """
-    given, before = _held_out(images), _read(_table_of(weights))
+    given, before = _held_out(images), _learned_by(weights, supervised)
     # By name: what was learned by the old name of a class was learned.
-    new = [i for i, name in enumerate(given) if name not in before]
+    new = [i for i, name in enumerate(given) if before is not None and name not in before]
     if not new or images.held_out is None:
         return images, len(given)
     if (known := len(given) - len(new)) and place.first:
@@ -105,9 +109,30 @@ def held_out_of(weights: Path, index: ImageIndex) -> tuple[Path | None, dict[str
     return table if now == before else None, now
 
 
+def _learned_by(weights: Path, supervised: bool) -> dict[str, str] | None:
+    """Return file -> label of what the weights have learned from, None where nothing says it of `supervised` ones."""
+    table = _table_of(weights)
+    return None if supervised and not table.is_file() else _read(table)
+
+
+def _with_rows(before: dict[str, str], images: Images, chosen: np.ndarray) -> dict[str, str]:
+    return before | _rows(images.train, chosen) if len(chosen) <= MOST else {}
+
+
+def _write(folder: Path, tables: dict[str, dict[str, str]]) -> None:
+    """Write the tables that have rows, and remove the others."""
+    for name, rows in tables.items():
+        with disk_errors(folder / name):
+            if rows:
+                atomic_files.replace(folder / name, csv_table([("file", "label"), *rows.items()]))
+            else:
+                atomic_files.remove(folder / name)
+
+
 def _table_of(weights: Path) -> Path:
-    """Return the learned.csv of the run that `weights` is, or lies in: a checkpoint, an export, a fine-tuning."""
-    folders = [weights, *weights.absolute().parents[:4]]
+    """Return the learned.csv of the run or the fine-tuning that `weights` is, or lies in: a checkpoint, an export."""
+    # What a fine-tuning has learned from is not said by the run that it lies in.
+    folders = takewhile(lambda folder: folder.name != "finetune", [weights, *weights.absolute().parents[:4]])
     return next((folder / LEARNED for folder in folders if (folder / LEARNED).is_file()), weights / LEARNED)
 
 

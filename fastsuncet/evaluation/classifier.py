@@ -121,14 +121,11 @@ def run_of(encoder: Encoder, config: Config) -> Path:
     return next((folder for folder in above if (folder / manager.FOLDER).is_dir()), config.run_folder)
 
 
-def learned_labels(encoder: Encoder, config: Config, index: ImageIndex) -> np.ndarray:
-    """Return which images of `index` the encoder has learned the label of, bool (N,).
-
-    Weights of another program knew no label. A fine-tuning keeps no table of its labels, so it may have learned all.
-    """
-    if encoder.trained is None or encoder.tuned is not None:
-        return np.full(len(index), encoder.tuned is not None)
-    return learned(run_of(encoder, config), index, encoder.trained)
+def learned_labels(encoder: Encoder, index: ImageIndex) -> np.ndarray:
+    """Return which images of `index` the encoder has learned the label of, bool (N,). Other programs' knew none."""
+    if encoder.trained is None:
+        return np.zeros(len(index), bool)
+    return learned(Path(encoder.source), index, encoder.supervised)
 
 
 def _best_fine_tuning(
@@ -219,7 +216,7 @@ def run_classifier(
 
     if skip_bad:
         say_skipped({i: why for i, why in index.bad.items() if index.labels[i] >= 0})
-    known = learned_labels(encoder, config, index)[chosen]
+    known = learned_labels(encoder, index)[chosen]
     present, labels = np.unique(index.labels[chosen], return_inverse=True)
     classes = tuple(index.classes[i] for i in present)
     if len(classes) < 2:

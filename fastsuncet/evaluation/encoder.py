@@ -66,6 +66,11 @@ class Encoder:
         """Return what a result records of its encoder."""
         return {key: getattr(self, key) for key in ("source", "step", "epoch", "method", "ledger")}
 
+    @property
+    def supervised(self) -> bool:
+        """Whether it has learned from labels in a run or a fine-tuning."""
+        return self.tuned is not None or (self.trained is not None and self.trained.criterion.supervised)
+
     def projection(self) -> nn.Module | None:
         """Return the projection head in evaluation mode, None where the file has none. Raises CheckpointError."""
         head = projection_head_of(self.head)

@@ -230,6 +230,20 @@ def test_judging_leaves_out_validation_images_that_were_learned(run, capsys):
             record = json.loads(newest.read_text())
             assert (record["images"], record.get("learned", 0)) == (left, learned)
     (tuned,) = (run / "finetune").glob("of4*")
+    # The fine-tuning has learned from its own labels too, also where it lies without them.
+    table = tuned / "learned.csv"
+    of_both = {line.split(",")[0] for line in table.read_text().split()[1:]}
+    assert len(of_both) == 12 + 2 and set(names) & of_both == set(names[:2])
+    for where in (tuned, Path(shutil.copytree(tuned, "elsewhere"))):
+        (where / "learned.csv").write_text("\n".join(["file,label", *(f"{x},{x[:-5]}" for x in names[:2])]))
+        if where != tuned:
+            (where / "learned.csv").unlink()
+        say_once.cache_clear()
+        command = ["evaluate", "accuracy", "mine.yaml", "logging.write_tag=run", "--encoder", str(where)]
+        assert cli.main(command) == 0
+        printed = capsys.readouterr().out
+        assert ("2 of 6 validation images are left out" in printed) == (where == tuned)
+        assert ("the accuracy on other images is lower" in printed) == (where != tuned)
     labels = run.parent / "labels.csv"
     labels.write_text(labels.read_text().replace(",red", ",rot"))
     again = ["evaluate", "accuracy", "mine.yaml", "logging.write_tag=run", "--encoder", str(tuned)]

@@ -53,11 +53,11 @@ def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config, monk
     assert "Write data.validation=" in warning and warning.endswith("/first/held_out.csv")
     both = Path("second/learned.csv").read_text().splitlines()[1:]
     assert len(both) == 16 + int(warning.split()[0]) and set(ours) < set(both)
-    assert learned(Path("second"), images.train, second).sum() == 16
+    assert learned(Path("second"), images.train, True).sum() == 16
     # These are no judges, also where their class has another name by now.
     renamed = replace(images, held_out=replace(images.validation, classes=("hound", "kitten")))
     for each in (images, renamed):
-        left, _ = left_to_judge(each, Path("first"), ALONE)
+        left, _ = left_to_judge(each, Path("first"), True, ALONE)
         assert len(left.validation) == 4 - int(warning.split()[0]) > 0
     # A run of few labels holds none out, so there is no table to name.
     table = Path("first/held_out.csv").rename("kept.csv")
@@ -69,7 +69,7 @@ def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config, monk
     with monkeypatch.context() as patch:
         patch.setattr(learned_labels, "MOST", len(images.split.indices) - 1)
         write_learned_labels(Path("third"), images, second)
-    assert learned(Path("third"), images.train, second).all()
+    assert learned(Path("third"), images.train, True).all()
     # The table of the first run is a data.validation: then none was learned from.
     third, images = config(20, "model.init=first", "data.validation=first/held_out.csv")
     assert write_learned_labels(Path("second"), images, third) == []
@@ -77,10 +77,10 @@ def test_learned_labels_are_those_of_the_run_and_of_where_it_starts(config, monk
 
 
 def test_learned_labels_of_a_run_without_a_table_are_all_or_none(config):
-    supervised, images = config(10)
-    assert learned(Path("none"), images.train, supervised).all()
+    _, images = config(10)
+    assert learned(Path("none"), images.train, True).all()
     plain, _ = config(10, "criterion.supervised_epochs=0")
-    assert not learned(Path("none"), images.train, plain).any()
+    assert not learned(Path("none"), images.train, False).any()
     Path("learned.csv").write_text("file,label\n")  # of an earlier start, with other settings
     assert write_learned_labels(Path(), images, plain) == [] and not Path("learned.csv").exists()
     # Published weights have learned from none, whatever lies in the working directory.

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images
+from fastsuncet.data.learned_labels import write_tuned_labels
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.calibration import FOLDS, Calibration, calibrate, out_of_fold
@@ -125,6 +126,9 @@ class FineTuningJob:
             for line in heading(self, brief=brief or done):
                 say(line)
             if kept is None or not done:
+                if self.place.first:
+                    weights = Path(self.encoder.source)
+                    write_tuned_labels(self.folder, images, labeled(images), weights, self.encoder.supervised)
                 logits, trainer, frozen = self._fit(images, config, self.folder, signals)
                 if held_out is None:
                     logits, truth, frozen = self._fit_folds(signals, say)
