@@ -1,6 +1,7 @@
 """The report: one folder of runs whose report is kept in golden_report/, what it refuses, and its pictures."""
 
 import csv
+import json
 import os
 import sys
 import warnings
@@ -208,7 +209,11 @@ def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypat
         "runs/ranked: not shown, it was not measured by top1; --metric takes its map11.",
     ):
         assert f"\n{said}\n" in text
+    (record,) = (path for path in (runs[0] / "results").glob("finetune*.json") if "0.5" in path.read_text())
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"learned": 3}))
     knn = report(runs[:2], Path("out"), metrics=["knn", "top1", "top5"]).read_text()
+    said = "1 result too high, on labels that the network has learned from."
+    assert said in knn and said not in text
     assert "training, data=digits |" in knn and "Nothing to compare" in knn
     assert knn.count("| KNN, % |") == knn.count("| top-1, % | top-5, % |") == 1
 

@@ -4,7 +4,7 @@ Two results are one measurement if they were made with the same settings, except
 the machine: these are named in a note.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -21,7 +21,7 @@ from fastsuncet.metrics.rankme import RANKS
 from fastsuncet.metrics.results import read_results, tuning_of
 from fastsuncet.training import methods
 from pipelines.data_errors import DataError
-from pipelines.output import first_five
+from pipelines.output import counted, first_five
 
 FINETUNED, EXPORTS = "finetune", "export"  # the folders of a run's fine-tuned and of its exported encoders
 # In a result's "setting", but not chosen for the evaluation.
@@ -111,8 +111,8 @@ def _online(run: Path, config: Config, data: str) -> Iterator[tuple[Measurement,
             continue
         metrics = {KNN: line["knn_accuracy"], **{key: line[key] for key in RANKS if key in line}}
         # Of a draw of labels, the number differs from seed to seed, and seeds must stay comparable.
-        counted = f"{line['knn_supports']:,} supports" if split.kind in ("none", "all") else ""
-        measurement = Measurement(ONLINE, labels, ", ".join(filter(None, [counted, data])))
+        supports = f"{line['knn_supports']:,} supports" if split.kind in ("none", "all") else ""
+        measurement = Measurement(ONLINE, labels, ", ".join(filter(None, [supports, data])))
         yield measurement, point(line["step"], line.get("epoch"), line, metrics)
 
 
@@ -147,13 +147,17 @@ def compare_settings(records: list[Json]) -> tuple[dict[Measurement, set[str]], 
     """Return the keys of "setting" that split each kind and share of labels into several measurements, and notes.
 
     For one encoder all keys that differ between its results split; between encoders, all but MAY_DIFFER, and a note
-    names those.
+    names those. Another one counts the results on labels that were learned from.
     """
     kinds: dict[Measurement, dict[str, list[Json]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         kinds[measurement_of(record)][str(record["encoder"].get("source"))].append(record["setting"])
+    known = Counter(measurement_of(record) for record in records if record.get("learned"))
     splitting, notes = {}, []
     for kind, encoders in kinds.items():
+        if count := known[kind]:
+            high = "too high, on labels that the network has learned from"
+            notes.append(f"{kind}: {counted(count, 'result')} {high}")
         within = set().union(*(_differing(settings, missing=True) for settings in encoders.values()))
         # An older result can lack newer keys.
         between = _differing([*chain(*encoders.values())], missing=False)
