@@ -57,9 +57,8 @@ class Loader:
 
         Raises torch.OutOfMemoryError where the GPU has too little memory for them.
         """
-        while (
-            True
-        ):  # each repetition but one has replaced another bad file, and only `bad_images` are allowed
+        # Each repetition but one has replaced another bad file, and only `bad_images` are allowed.
+        while True:
             if self._engine is None or step != self._next_step:
                 self.close()
                 self._engine = self._start(self._plan, self.options, draws=self.draws, first_step=step)
