@@ -9,10 +9,9 @@ from torch import nn
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images, open_images, validates
-from fastsuncet.data.learned_labels import left_to_judge
+from fastsuncet.data.learned_labels import learned, left_to_judge
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation import scoring
-from fastsuncet.evaluation.classifier import learned_labels
 from fastsuncet.evaluation.confusion import write_with_picture, written
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.features import view_size
@@ -67,11 +66,10 @@ def evaluate(
                 _require_classes(found, images.train.classes)
             shown, known = images, 0
             if alone:
-                learned = learned_labels(found, images.train)
-                measured = cross_validated(kind, network, images, config, place, learned)
+                of_train = learned(found.lies_at, images.train, found.supervised)
+                measured = cross_validated(kind, network, images, config, place, of_train)
             else:
-                if found.trained is not None:
-                    shown, known = left_to_judge(images, Path(found.source), found.supervised, place)
+                shown, known = left_to_judge(images, found.lies_at, found.supervised, place)
                 measured = KINDS[kind][0](network, shown, config, place)
             if known:
                 measured = replace(measured, learned=known, notes=(*measured.notes, scoring.LEARNED))

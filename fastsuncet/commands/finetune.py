@@ -12,9 +12,8 @@ from pathlib import Path
 from fastsuncet.commands.ranks import as_stoppable_rank
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images, validates
-from fastsuncet.data.learned_labels import left_to_judge
+from fastsuncet.data.learned_labels import learned, left_to_judge
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.classifier import learned_labels
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.finetuning.job import FineTuningJob, accuracy_table, resolve_sizes
 from fastsuncet.evaluation.finetuning.record import sizes
@@ -56,9 +55,9 @@ def finetune(
                 continue
             shown, known = images, 0
             if images.held_out is None:
-                known = int(learned_labels(found, images.train)[labeled(images)].sum())
-            elif found.trained is not None:
-                shown, known = left_to_judge(images, Path(found.source), found.supervised, place)
+                known = int(learned(found.lies_at, images.train, found.supervised)[labeled(images)].sum())
+            else:
+                shown, known = left_to_judge(images, found.lies_at, found.supervised, place)
             require_norm(sized, place, found)
             if records:
                 say("")

@@ -37,9 +37,8 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     init = _table_of(typed_path(config.model.init)) if begins else folder / LEARNED
     before = _read(init) if begins else {}
     held_out, warning = _held_out(images), []
-    tables = {LEARNED: dict(before), HELD_OUT: held_out}
-    if config.criterion.supervised:
-        tables[LEARNED] = _with_rows(before, images, images.split.indices)
+    learns = config.criterion.supervised
+    rows = _with_rows(before, images, images.split.indices) if learns else before
     if known := len(before.keys() & held_out.keys()):
         others = init.with_name(HELD_OUT)
         name = others if others.is_file() else "FILE.csv, with labels that it has not learned from"
@@ -47,26 +46,27 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
             f"{known} of {len(held_out)} validation images are labels that model.init has learned from: "
             f"accuracies on them are too high. Write data.validation={name}"
         )
-    _write(folder, tables)
+    _write(folder, {LEARNED: rows, HELD_OUT: held_out})
     return warning
 
 
 def write_tuned_labels(
-    folder: Path, images: Images, chosen: np.ndarray, weights: Path, supervised: bool
+    folder: Path, images: Images, chosen: np.ndarray, weights: Path | None, supervised: bool
 ) -> None:
     """Write both tables of a fine-tuning in `folder` that learns from the images `chosen` and starts from `weights`.
 
-    Those are `supervised` where they have learned from labels. Raises CheckpointError for a disk that refuses.
+    `weights` and `supervised` as for `learned`. Raises CheckpointError for a disk that refuses.
     """
     before = _learned_by(weights, supervised)
     rows = {} if before is None else _with_rows(before, images, chosen)
     _write(folder, {LEARNED: rows, HELD_OUT: _held_out(images)})
 
 
-def learned(weights: Path, index: ImageIndex, supervised: bool) -> np.ndarray:
+def learned(weights: Path | None, index: ImageIndex, supervised: bool) -> np.ndarray:
     """Return which images of `index` the weights have learned the label of, bool (N,).
 
-    All where nothing says it and they are `supervised`: they have learned from labels.
+    All where nothing says it and they are `supervised`: they have learned from labels. None, another program's weights:
+    none.
     """
     if (names := _learned_by(weights, supervised)) is None:
         return np.ones(len(index), bool)
@@ -75,7 +75,7 @@ def learned(weights: Path, index: ImageIndex, supervised: bool) -> np.ndarray:
     return found
 
 
-def left_to_judge(images: Images, weights: Path, supervised: bool, place: Place) -> tuple[Images, int]:
+def left_to_judge(images: Images, weights: Path | None, supervised: bool, place: Place) -> tuple[Images, int]:
     """Return the images without the validation images of which `learned` is true, and 0.
 
     A share that data.validation holds out is another draw once there are more labels. Rank 0 says how many are left
@@ -109,8 +109,10 @@ def held_out_of(weights: Path, index: ImageIndex) -> tuple[Path | None, dict[str
     return table if now == before else None, now
 
 
-def _learned_by(weights: Path, supervised: bool) -> dict[str, str] | None:
+def _learned_by(weights: Path | None, supervised: bool) -> dict[str, str] | None:
     """Return file -> label of what the weights have learned from, None where nothing says it of `supervised` ones."""
+    if weights is None:
+        return {}
     table = _table_of(weights)
     return None if supervised and not table.is_file() else _read(table)
 

@@ -121,13 +121,6 @@ def run_of(encoder: Encoder, config: Config) -> Path:
     return next((folder for folder in above if (folder / manager.FOLDER).is_dir()), config.run_folder)
 
 
-def learned_labels(encoder: Encoder, index: ImageIndex) -> np.ndarray:
-    """Return which images of `index` the encoder has learned the label of, bool (N,). Other programs' knew none."""
-    if encoder.trained is None:
-        return np.zeros(len(index), bool)
-    return learned(Path(encoder.source), index, encoder.supervised)
-
-
 def _best_fine_tuning(
     run: Path, encoder: Encoder, config: Config, place: Place
 ) -> tuple[Encoder, Classifier] | None:
@@ -216,7 +209,7 @@ def run_classifier(
 
     if skip_bad:
         say_skipped({i: why for i, why in index.bad.items() if index.labels[i] >= 0})
-    known = learned_labels(encoder, index)[chosen]
+    known = learned(encoder.lies_at, index, encoder.supervised)[chosen]
     present, labels = np.unique(index.labels[chosen], return_inverse=True)
     classes = tuple(index.classes[i] for i in present)
     if len(classes) < 2:

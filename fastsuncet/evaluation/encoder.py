@@ -67,6 +67,11 @@ class Encoder:
         return {key: getattr(self, key) for key in ("source", "step", "epoch", "method", "ledger")}
 
     @property
+    def lies_at(self) -> Path | None:
+        """The path of a checkpoint, a fine-tuning or an export; None for weights of another program."""
+        return None if self.trained is None else Path(self.source)
+
+    @property
     def supervised(self) -> bool:
         """Whether it has learned from labels in a run or a fine-tuning."""
         return self.tuned is not None or (self.trained is not None and self.trained.criterion.supervised)

@@ -24,6 +24,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import embed, pages
 from fastsuncet.commands.predict import Prediction
 from fastsuncet.config import ConfigErrors
+from fastsuncet.data import learned_labels
 from fastsuncet.distributed.place import join
 from fastsuncet.evaluation import classifier
 from fastsuncet.evaluation.calibration import Calibration
@@ -179,7 +180,8 @@ def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels
         index, _ = classifier.labeled_images(encoder.trained, place)
 
     def known(**changed) -> int:
-        return int(classifier.learned_labels(replace(encoder, **changed), index).sum())
+        each = replace(encoder, **changed)
+        return int(learned_labels.learned(each.lies_at, index, each.supervised).sum())
 
     # A fine-tuning without a table may have learned any label, and weights of another program none, wherever they lie.
     tuned = known(tuned=3, source=f"{run}/finetune/all")

@@ -127,8 +127,8 @@ class FineTuningJob:
                 say(line)
             if kept is None or not done:
                 if self.place.first:
-                    weights = Path(self.encoder.source)
-                    write_tuned_labels(self.folder, images, labeled(images), weights, self.encoder.supervised)
+                    start = self.encoder.lies_at, self.encoder.supervised
+                    write_tuned_labels(self.folder, images, labeled(images), *start)
                 logits, trainer, frozen = self._fit(images, config, self.folder, signals)
                 if held_out is None:
                     logits, truth, frozen = self._fit_folds(signals, say)
