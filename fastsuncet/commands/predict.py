@@ -57,12 +57,13 @@ def predict(
     page: bool = False,
 ) -> None:
     """Write the two most probable classes of each image below `folder` to `output`, by the run `where`."""
-    shown = check_output(output, FORMATS, force, page=page)
+    shown, summary = check_output(output, FORMATS, force, page=page), ""
 
     def save(path: Path, rows: np.ndarray) -> None:
+        nonlocal summary
         _save(path, _predictions(rows, names, classifier.classes))
+        counted, summary = _summary(rows, work.index, classifier)
         if page:  # before `output` is in its place: the same command makes up for a page that failed
-            counted, summary = _summary(rows, work.index, classifier)
             every = _predictions(rows, names, classifier.classes)
             found = [each for each, kept in zip(every, counted) if kept and isinstance(each, Prediction)]
             text = prediction_page(found, folder, [*classifier.about, summary])
@@ -72,9 +73,9 @@ def predict(
 
     with advising_skip_bad(skip_bad):
         work, names, classifier = _begun(where, folder, batch, skip_bad)
-        rows = work.write(output, save, force=force)
+        work.write(output, save, force=force)
     say_skipped(work.skipped, work.index, "; their cells are empty")
-    say_line(_summary(rows, work.index, classifier)[1])
+    say_line(summary)
     say_line(f"wrote {output}: {len(work.index) - len(work.skipped):,} images")
     if page:
         say_line(f"wrote {shown}")
