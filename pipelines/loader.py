@@ -110,9 +110,9 @@ class Loader:
             from pipelines.verify import find_bad_images
 
             found = find_bad_images(self._index, draws.indices, self.options)
-        if not found and self._again == draws.step:
-            raise error
         if not found:
+            if self._again == draws.step:
+                raise error
             self._again = draws.step
             say_line("note: a batch could not be decoded, but each of its images can: they are read again")
             return

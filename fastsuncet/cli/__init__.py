@@ -155,13 +155,15 @@ def _run(arguments: list[str] | None) -> int:
         if error.errno not in (*DISK_FULL, *PERMISSION, *LOST):
             raise
         what = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        fix = "Free some disk space" if error.errno in DISK_FULL else "Check the owner and mode of the folder"
-        fix += ", or choose another folder"
         if error.errno in LOST:
             fix = (
                 "The disk, the file server or its mount failed: see the system's log (dmesg). When it works again, so "
                 "does the same command"
             )
+        elif error.errno in DISK_FULL:
+            fix = "Free some disk space, or choose another folder"
+        else:
+            fix = "Check the owner and mode of the folder, or choose another folder"
         _print_error(f"{what}. {fix}")
         return CheckpointError.exit_code
 

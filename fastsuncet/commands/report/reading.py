@@ -27,8 +27,10 @@ FINETUNED, EXPORTS = "finetune", "export"  # the folders of a run's fine-tuned a
 # In a result's "setting", but not chosen for the evaluation.
 OUTCOMES = ("seed", "converged", "chosen_strength", "finetuned")
 # May differ within a measurement, since it belongs to the encoder or the machine. A note names it.
-MAY_DIFFER = ("mean", "std", "support_scale", "support_ratio", "temperature", "precision", "accumulate")
-MAY_DIFFER += ("batchnorm_images", "processes")
+MAY_DIFFER = (
+    *("mean", "std", "support_scale", "support_ratio", "temperature"),
+    *("precision", "accumulate", "batchnorm_images", "processes"),
+)
 # Settings of a run that make no other experiment of it. (Other labels do.)
 NO_MATTER = tuple(key for key in FREE_ON_RESUME if key not in ("data.split.file", "data.csv"))
 Json = dict[str, Any]

@@ -268,9 +268,8 @@ def test_look_again_finds_a_file_in_a_folder_too_new_to_be_compared(tmp_path):
     image.rename(tmp_path / "cat" / "2.jpg").with_name("1.jpg").write_bytes(b"another")
     os.utime(tmp_path / "cat", ns=(now.st_atime_ns, now.st_mtime_ns))
     assert look_again(scanned)[1] == 1
-    os.utime(
-        tmp_path / "cat", ns=(0, 2**62)
-    )  # in the future: it is listed each time, and its index kept as it is
+    # Of the future: the folder is listed each time, and its index kept as it is.
+    os.utime(tmp_path / "cat", ns=(0, 2**62))
     scanned = image_folder(tmp_path)
     assert look_again(scanned)[0] is scanned
 
