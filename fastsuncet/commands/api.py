@@ -211,7 +211,7 @@ def _class_of(label: Any) -> str | None:
 
 
 def _require_positive(name: str, count: int) -> None:
-    if not isinstance(count, Integral) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
         raise ConfigError(f"{name} must be a whole number of 1 or more, not {count!r}")
 
 

@@ -180,7 +180,7 @@ def test_public_functions_refuse_wrong_arguments(tmp_path):
         ("pass both", lambda: fastsuncet.train(config, labels=["cat"])),
         ("in the main thread", lambda: pool.submit(fastsuncet.train, config).result()),
         (f"batch {number} 0", lambda: fastsuncet.embed(tmp_path, tmp_path, batch=0)),
-        (f"batch {number} 0", lambda: fastsuncet.predict(tmp_path, tmp_path, batch=0)),
+        (f"batch {number} True", lambda: fastsuncet.predict(tmp_path, tmp_path, batch=True)),
         (f"count {number} -1", lambda: fastsuncet.suggest(tmp_path, -1)),
         ("pass view=Center", lambda: fastsuncet.embed(torch.nn.Conv2d(3, 3, 1), tmp_path)),
         (line, lambda: fastsuncet.train(str(file))),
