@@ -26,7 +26,6 @@ from fastsuncet.models.pretrained_weights import (
     digest_of,
     fill,
     heads,
-    read_weights,
     read_weights_of,
     require_fit,
 )
@@ -150,7 +149,8 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
     """Load the encoder in `where`: a run's folder (its newest good checkpoint), one checkpoint, or a file of weights.
 
     A folder of `fastsuncet finetune` is a run's folder too. A checkpoint's own config defines its network; that of a
-    file is inferred from its shapes. The tensors of a projection head and a classifier are kept. Raises ConfigError for
+    file is the config's, where that is timm's, and else inferred from its shapes. The tensors of a projection head and
+    a classifier are kept. Raises ConfigError for
     what does not exist and for pixels normalized otherwise than `config` says (without a `config` any will do);
     CheckpointError, with keys and shapes, for weights that do not fit.
     """
@@ -159,7 +159,7 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
         return _from_checkpoint(manager.load(found), config)
     if found.suffix != ".json" and os.path.lexists(record_path(found)):
         return _from_export(found, config)
-    return _encoder(read_weights(found), str(found))
+    return _encoder(read_weights_of(config.model.name if config else "", found), str(found))
 
 
 def _encoder(
@@ -204,7 +204,8 @@ def _from_export(path: Path, shown: Config | None) -> Encoder:
         dict(record["config"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"{record_path(path)} is no record of `fastsuncet export`: {error!r}"
+            f"{record_path(path)} is no record of `fastsuncet export`: {error!r}. Beside the weights of another "
+            "program, move it away"
         ) from error
     if path.suffix == ".onnx":
         raise CheckpointError(

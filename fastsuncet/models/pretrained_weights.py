@@ -84,14 +84,16 @@ def read_weights_of(name: str, path: Path) -> Weights:
     tensors = _tensors(path)
     # Some networks of timm have tables of positions in int64.
     _refuse_odd(path, {key: value for key, value in tensors.items() if value.dtype != torch.int64})
-    # A checkpoint of this project has the network below "encoder.".
-    inner = {key.removeprefix("encoder."): x for key, x in tensors.items() if key.startswith("encoder.")}
-    head = timm_backbone.create(name, "meta").pretrained_cfg["classifier"]
-    tensors = inner or tensors
-    trunk = {key: x for key, x in tensors.items() if key not in (f"{head}.weight", f"{head}.bias")}
-    weight, bias = tensors.get(f"{head}.weight"), tensors.get(f"{head}.bias")
+    network = timm_backbone.create(name, "meta")
+    head, first = network.pretrained_cfg["classifier"], next(iter(network.state_dict()))
+    # What stands before the network's names: "encoder." in a checkpoint of this project, "module." in those of DDP.
+    prefix = min((key.removesuffix(first) for key in tensors if key.endswith(first)), key=len, default="")
+    found = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+    weight, bias = (found.pop(f"{head}.{part}", None) for part in ("weight", "bias"))
     classifier = None if weight is None or bias is None else (weight.float(), bias.float())
-    return Weights(name, "imagenet", trunk, classifier, *heads(tensors))
+    # Below the prefix a "head" is timm's.
+    beside = {key: x for key, x in tensors.items() if not key.startswith(prefix)}
+    return Weights(name, "imagenet", found, classifier, *heads(beside))
 
 
 def fill(encoder: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
@@ -174,7 +176,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     named = inner if isinstance(inner, Mapping) else {}
     if tensors := {str(key): value for key, value in named.items() if isinstance(value, Tensor)}:
         return tensors
-    keys = f"the keys {first_five([*map(str, named)])}" if inner is named else f"a {type(inner).__name__}"
+    keys = f"the keys {first_five([*map(str, named)])}" if named else f"a {type(inner).__name__}"
     raise CheckpointError(
         f"{path} holds no state_dict but {keys}; it must be at the top or under {', '.join(WRAPPINGS)}"
     )

@@ -4,7 +4,7 @@ The file is read once, when a run starts. The run's checkpoints record its sha25
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.manager import MODEL
+from fastsuncet.checkpoint.manager import META, MODEL
 from fastsuncet.checkpoint.run_folder import on_rank_0
-from fastsuncet.config import Config
+from fastsuncet.config import Config, flat
 from fastsuncet.distributed.collectives import broadcast
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
 from fastsuncet.paths import typed_path
+from pipelines import atomic_files
 
 PUBLISHED = "timm"  # model.init: the weights that timm has published of the network
 DRAWN_HEAD = "; the head is drawn from meta.seed"  # the end of a note
@@ -47,8 +48,10 @@ def _fill(config: Config, model: nn.Module) -> Loaded:
     if m.init == PUBLISHED:
         return _fill_published(config, model.get_submodule("encoder"))
     path = _file(config, typed_path(m.init))
-    digest = digest_of(path)
+    digest, about = digest_of(path), _described(path)
     _require_digest(config, digest, str(path))
+    if "to" in about and about.get("sha256") != digest:
+        raise CheckpointError(f"{path} was changed after it was exported: its sha256 is {digest}")
     weights = read_weights_of(m.name, path)
     if (weights.name, weights.stem) != (m.name, m.stem):
         raise config.error(
@@ -68,14 +71,31 @@ def _fill(config: Config, model: nn.Module) -> Loaded:
     note = f"{what} from {path} ({len(weights.encoder)} tensors of the encoder, sha256 {digest[:12]})"
     note += f"; not loaded: {' and '.join(left)}" if left else ""
     note += "" if m.init_heads else DRAWN_HEAD
-    return {"path": str(m.init), "sha256": digest, "note": note}
+    trained = flat(about.get("config", {}))
+    pixels = (trained.get(f"data.augmentation.{key}") for key in ("mean", "std"))
+    return {"path": str(m.init), "sha256": digest, "note": note + _other_pixels(config, *pixels)}
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """Return what lies beside the weights of a checkpoint or an export; {} for those of another program."""
+    beside = [path.with_name(META), path.with_name("fastsuncet.json")] if path.name == MODEL else []
+    found = map(atomic_files.read_object, [*beside, path.with_suffix(".json")])
+    return next((each for each in found if isinstance(each.get("config"), dict)), {})
+
+
+def _other_pixels(config: Config, mean: Sequence[float] | None, std: Sequence[float] | None) -> str:
+    """Return the end of a note on weights for pixels normalized by `mean` and `std`, "" where these do not differ."""
+    a = config.data.augmentation
+    if mean is None or std is None or (a.mean, a.std) == (tuple(mean), tuple(std)):
+        return ""
+    return f"; they were trained with data.augmentation.mean {tuple(mean)} and std {tuple(std)}"
 
 
 def _fill_published(config: Config, encoder: nn.Module) -> Loaded:
     from fastsuncet.models import timm_backbone
     from fastsuncet.models.pretrained_weights import fill
 
-    m, a = config.model, config.data.augmentation
+    m = config.model
     if m.init_heads:
         raise config.error(
             "model.init_heads", "must be false with model.init: timm, which has no projection heads"
@@ -86,8 +106,7 @@ def _fill_published(config: Config, encoder: nn.Module) -> Loaded:
     _require_digest(config, digest, source)
     fill(encoder, tensors, source)
     note = f"encoder from {source} ({len(tensors)} tensors, sha256 {digest[:12]}){DRAWN_HEAD}"
-    if (a.mean, a.std) != (about["mean"], about["std"]):
-        note += f"; they were trained with data.augmentation.mean {about['mean']} and std {about['std']}"
+    note += _other_pixels(config, about["mean"], about["std"])
     return {"path": PUBLISHED, "sha256": digest, "note": note}
 
 

@@ -85,6 +85,23 @@ def test_initial_weights_fill_the_heads_of_paws(tmp_path, of, batchnorm):
         loaded(tiny_config(tmp_path, *words))
 
 
+@pytest.mark.parametrize("name", ["timm/test_vit", "timm/test_convnext"])  # that one has a head of its own
+def test_initial_weights_of_timms_networks(tmp_path, name):
+    size, path = "data.augmentation.size=48", tmp_path / "w.pth"
+    words = [f"model.name={name}", size, f"model.init={path}", "model.init_heads=true"]
+    config = tiny_config(tmp_path, *words)
+    theirs = build_model(name, config.model.stem, *config.model.head, seed=5)
+    torch.save(theirs.state_dict(), path)
+    model, _ = loaded(config)
+    assert_equal_to_the_bit(dict(model.state_dict()), dict(theirs.state_dict()))
+    torch.save({f"module.{key}": x for key, x in theirs.encoder.state_dict().items()}, path)
+    found = load_encoder(path, config)
+    assert_equal_to_the_bit(dict(found.module.state_dict()), dict(theirs.encoder.state_dict()))
+    assert not found.head
+    with pytest.raises(ConfigErrors, match=r"does\s+not\s+hold\s+the\s+heads"):
+        loaded(config)
+
+
 @pytest.mark.slow
 def test_initial_weights_are_those_of_rank_0_on_every_rank(tmp_path, weights):
     expected = dict(build_model("resnet_tiny", seed=5).encoder.state_dict())
@@ -165,8 +182,14 @@ def test_initial_weights_of_a_run_are_read_once(tmp_path, weights, capsys):
     assert meta["init"]["path"] == str(weights)
     begun = manager.load_newest(whole.run_folder / "checkpoints").model
     for source in (whole.run_folder, export(whole.run_folder, "torchvision")):
-        model, _ = loaded(tiny_config(tmp_path, f"model.init={source}"))
+        model, record = loaded(tiny_config(tmp_path, f"model.init={source}", "data.augmentation.std=[1,1,0.5]"))
         assert torch.equal(model.encoder.conv1.weight, begun["encoder.conv1.weight"])
+        assert (
+            "; they were trained with data.augmentation.mean (0.0, 0.0, 0.0) and std (1.0," in record["note"]
+        )
+    torch.save(build_model("resnet_tiny").encoder.state_dict(), source)
+    with pytest.raises(CheckpointError, match="was changed after it was exported"):
+        loaded(tiny_config(tmp_path, f"model.init={source}"))
 
 
 def test_initial_weights_check_refuses_other_weights_on_resume(tmp_path, weights):
