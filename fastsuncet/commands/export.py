@@ -87,7 +87,8 @@ def export(
             replaced = " (replaced)" if atomic_files.exists(target) else ""
             write = _write_folder if to == "safetensors" else _write_file
             write(target, encoder, record)
-    say_line(f"exported {target}{replaced}: {encoder.name}, step {record['encoder']['step']:,}")
+    end = f"step {encoder.step:,}" if encoder.tuned is None else f"fine-tuned, step {encoder.tuned:,}"
+    say_line(f"exported {target}{replaced}: {encoder.name}, {end}")
     return target
 
 
@@ -315,14 +316,18 @@ def _model_card(record: dict[str, Any]) -> str:
     count, output = len(record["classes"]), "logits" if record["classifier"] else "features"
     kept = f"with a classifier of {count} classes" if record["classifier"] else "without a classifier"
     named = "model.pretrained_cfg['label_names'][logits.argmax()]  # the class by name\n"
+    # Weights of another program have no method.
+    method, tuned = encoder["method"], encoder["tuned"]
+    made = [f"pre-trained with {method} for {encoder['step']} updates"] if method else []
+    made += [f"fine-tuned for {tuned} updates"] if tuned is not None else []
     return f"""\
 ---
 library_name: timm
 tags: [image-feature-extraction, timm, fastsuncet]
 ---
-# {record["architecture"]}, {encoder["method"]}
+# {record["architecture"]}, {method or "fine-tuned"}
 
-A {record["architecture"]} encoder {kept}, pre-trained with {encoder["method"]} for {encoder["step"]} updates on
+A {record["architecture"]} encoder {kept}, {" and ".join(made)} on
 `{config["data"]["kind"]}` images by fastsuncet {record["versions"]["fastsuncet"]}. The config is in `fastsuncet.json`.
 
 ```python

@@ -168,6 +168,30 @@ def test_export_of_two_processes_at_once_leaves_one_whole(tiny, to):
 
 
 @pytest.mark.slow
+def test_export_tells_how_an_encoder_was_made(tmp_path, capsys):
+    """Nobody knows it of one that was fine-tuned from another program's weights."""
+    for name, options, title, made in (
+        ("one", {}, "SimCLR + SuNCEt", "pre-trained with SimCLR + SuNCEt for 7 updates on"),
+        (
+            "two",
+            {"classes": 4},
+            "SimCLR",
+            "pre-trained with SimCLR for 5 updates and fine-tuned for 7 updates on",
+        ),
+        (
+            "three",
+            {"classes": 4, "encoder": {"source": "w.pth"}},
+            "fine-tuned",
+            ", fine-tuned for 7 updates on",
+        ),
+    ):
+        save_run(tmp_path / name, "model.name=timm/test_resnet", **options)
+        card = (export(tmp_path / name, "safetensors") / "README.md").read_text()
+        assert f"# timm/test_resnet, {title}\n" in card and made in card
+        assert ("fine-tuned, step 7\n" if options else "step 7\n") in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_export_keeps_files_that_no_export_wrote(tiny):
     """In the run's folder too, where nobody named an output."""
     folder, file = export(tiny, "safetensors"), export(tiny, "timm")

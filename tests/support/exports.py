@@ -24,14 +24,18 @@ def built(name: str, stem: str, classes: int | None) -> torch.nn.Module:
     return model.eval()
 
 
-def save_run(folder: Path, *overrides: str, classes: int | None = None) -> torch.nn.Module:
-    """Save one checkpoint in `folder` and return its model; with `classes` it is that of a fine-tuning."""
+SIMCLR = {"source": "a", "step": 5, "epoch": 1.0, "method": "SimCLR", "ledger": {"updates": 5}}
+
+
+def save_run(
+    folder: Path, *overrides: str, classes: int | None = None, encoder: dict = SIMCLR
+) -> torch.nn.Module:
+    """Save one checkpoint in `folder` and return its model; with `classes` it is a fine-tuning's of `encoder`."""
     words = ["model.name=resnet18", f"logging.folder={folder.parent}", *NORMALIZED, SIZE, *overrides]
     config = load_config(CONFIGS / "in1k_10pct.yaml", [*words, f"logging.write_tag={folder.name}"])
     model = built(config.model.name, config.model.stem, classes)
     meta = {}
     if classes:
-        encoder = {"source": "a", "step": 5, "epoch": 1.0, "method": "SimCLR", "ledger": {"updates": 5}}
         meta = {"classes": CLASSES[:classes], "encoder": encoder}
     save_model(folder, config, model, 7, **meta)
     return model

@@ -182,7 +182,9 @@ def test_initial_weights_of_a_run_are_read_once(tmp_path, weights, capsys):
     assert meta["init"]["path"] == str(weights)
     begun = manager.load_newest(whole.run_folder / "checkpoints").model
     for source in (whole.run_folder, export(whole.run_folder, "torchvision")):
-        model, record = loaded(tiny_config(tmp_path, f"model.init={source}", "data.augmentation.std=[1,1,0.5]"))
+        model, record = loaded(
+            tiny_config(tmp_path, f"model.init={source}", "data.augmentation.std=[1,1,0.5]")
+        )
         assert torch.equal(model.encoder.conv1.weight, begun["encoder.conv1.weight"])
         assert (
             "; they were trained with data.augmentation.mean (0.0, 0.0, 0.0) and std (1.0," in record["note"]
