@@ -318,6 +318,7 @@ def _model_card(record: dict[str, Any]) -> str:
     named = "model.pretrained_cfg['label_names'][logits.argmax()]  # the class by name\n"
     # Weights of another program have no method.
     method, tuned = encoder["method"], encoder["tuned"]
+    turned = "turned as the EXIF tag says, " if record["exif_orientation"] else ""
     made = [f"pre-trained with {method} for {encoder['step']} updates"] if method else []
     made += [f"fine-tuned for {tuned} updates"] if tuned is not None else []
     return f"""\
@@ -338,7 +339,8 @@ transform = timm.data.create_transform(**timm.data.resolve_model_data_config(mod
 {output} = model(transform(image).unsqueeze(0))  # (1, {count if record["classifier"] else record["width"]})
 {named if record["classifier"] else ""}```
 
-Pixels: shorter side {record["resize"]}, center crop {record["image_size"]}, mean {record["mean"]}, std {record["std"]}.
+Pixels: {turned}shorter side {record["resize"]}, center crop {record["image_size"]}, mean {record["mean"]},
+std {record["std"]}.
 
 Results:
 {chr(10).join(lines) or "none recorded"}

@@ -42,8 +42,14 @@ class TwoBest(nn.Module):
         self.encoder, self.layer = encoder, layer
 
     def forward(self, images: Tensor) -> Tensor:
-        probability, label = self.layer(self.encoder(images)).softmax(1).topk(2)
+        label, probability = two_best(self.layer(self.encoder(images)))
         return torch.stack([label.float(), probability], 2).flatten(1)
+
+
+def two_best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return number and probability, (B, 2) each, of the two most probable classes by logits (B, C)."""
+    label = logits.topk(2).indices  # a high temperature makes probabilities equal in float32
+    return label, logits.softmax(1).gather(1, label)
 
 
 def predict(

@@ -17,6 +17,7 @@ from fastsuncet.commands.embed import (
     say_skipped,
 )
 from fastsuncet.commands.pages import LARGE_SIDE, SAVED, labeling_page, thumbnail
+from fastsuncet.commands.predict import two_best
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.evaluation.classifier import run_classifier, run_of
@@ -97,10 +98,10 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
         run = run_of(encoder, config)
         classifier = run_classifier(encoder, config, place, run, skip_bad=True)
         with torch.inference_mode():
-            best = classifier.layer.to(place.device)(features[rows]).softmax(1).topk(2)
+            best = two_best(classifier.layer.to(place.device)(features[rows]))
         guesses = [
             {classifier.classes[label]: probability for label, probability in zip(*each, strict=True)}
-            for each in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            for each in zip(*(x.tolist() for x in best), strict=True)
         ]
     if page:
         content = index.content if index.pixels is None else index.pixels.__getitem__

@@ -35,7 +35,7 @@ class Calibration(NamedTuple):
 def calibrate(logits: Tensor, labels: Tensor) -> Calibration:
     """Return the calibration of logits (N, C) of images that the classifier has not learned from, labels int64 (N,)."""
     temperature, _ = fit_temperature(logits, labels)
-    after, before = (calibration_error((logits / t).softmax(1), labels) for t in (temperature, 1.0))
+    after, before = (calibration_error((logits.double() / t).softmax(1), labels) for t in (temperature, 1.0))
     return Calibration(temperature, after, before)
 
 

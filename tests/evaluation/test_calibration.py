@@ -5,7 +5,14 @@ from functools import partial
 import pytest
 import torch
 
-from fastsuncet.evaluation.calibration import calibration_error, fit_temperature, folds, out_of_fold
+from fastsuncet.commands.predict import two_best
+from fastsuncet.evaluation.calibration import (
+    calibrate,
+    calibration_error,
+    fit_temperature,
+    folds,
+    out_of_fold,
+)
 from fastsuncet.evaluation.linear import fit_linear, linear_logits
 from fastsuncet.evaluation.scoring import wilson_interval
 
@@ -31,6 +38,15 @@ def test_fit_temperature_of_labels_that_are_all_right_is_not_certain():
     labels = torch.arange(4).repeat(5)
     sure = (logits / fit_temperature(logits, labels)[0]).softmax(1).max().item()
     assert sure == pytest.approx((20 + 1 / 4) / 21, abs=1e-3)  # the mean of the targets
+
+
+def test_the_highest_temperature_keeps_the_order_of_classes():
+    """Of a network that is never right. In float32 many of its probabilities are equal."""
+    logits = torch.randn(64, 10, generator=torch.Generator().manual_seed(3))
+    found = calibrate(logits, logits.argmin(1))
+    assert found.temperature > 1e5 and found.error == pytest.approx(0.1, abs=1e-4)
+    best, probability = two_best(logits / found.temperature)
+    assert torch.equal(best, logits.topk(2).indices) and (probability - 0.1).abs().max() < 1e-5
 
 
 def test_calibration_error_counts_the_gap_of_each_bin():
