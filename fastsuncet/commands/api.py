@@ -123,8 +123,7 @@ def init_config(
     if output is None:
         _, config, _, _, held_out = init.make(photos, table, hours, weights, Path("run.yaml"))
         if held_out:
-            text = f"labels that {weights} has held out have changed: pass output, to keep them beside the config"
-            raise ConfigError(text)
+            raise ConfigError("labels that are held out are kept beside the config: pass output")
         return config
     init.init(photos, table, hours, weights, typed_path(output))
     return load_config(output)

@@ -20,6 +20,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
+from pipelines.datasets.label_splits import stratified
 from pipelines.output import csv_table, say_once
 
 LEARNED, HELD_OUT = "learned.csv", "held_out.csv"
@@ -93,20 +94,33 @@ def left_to_judge(images: Images, weights: Path | None, supervised: bool, place:
     return replace(images, held_out=images.held_out.take(np.array(new))), 0
 
 
-def held_out_of(weights: Path, index: ImageIndex) -> tuple[Path | None, dict[str, str]]:
+def held_out_of(weights: Path, index: ImageIndex, count: int) -> tuple[Path | None, dict[str, str]]:
     """Return the held_out.csv of the run that `weights` is or lies in, and file -> label of its images in `index`.
 
     None for the file: images have gone since, or have another label. Of other photos, less than half of whose names
-    are known: {}.
+    are known: {}. Of a run that has held none out: `count` of the images, where it has learned from others of them.
     """
     table = _table_of(weights).with_name(HELD_OUT)
     before = _read(table)
+    if not before:
+        return None, _rows(index, _drawn_among_new(weights, index, count))
     found = index.find(list(before))
     found = found[found >= 0]
     if 2 * len(found) < len(before):
         return None, {}
     now = _rows(index, found[index.labels[found] >= 0])
     return table if now == before else None, now
+
+
+def _drawn_among_new(weights: Path, index: ImageIndex, count: int) -> np.ndarray:
+    """Return `count` labeled images that are not learned, drawn in each class; none where all or too few are new."""
+    known, labels = learned(weights, index, supervised=False), index.labels.copy()
+    labels[known] = labels[list(index.bad)] = -1
+    if not (known.any() and 1 <= count <= (labels >= 0).sum()):
+        return np.empty(0, np.int64)
+    chosen = stratified(labels, count, seed=0)
+    # Each class keeps a label to train on.
+    return chosen[np.isin(index.labels[chosen], np.delete(index.labels, chosen))]
 
 
 def _learned_by(weights: Path | None, supervised: bool) -> dict[str, str] | None:

@@ -9,7 +9,7 @@ import torch
 from fastsuncet import cli
 from fastsuncet.commands import init
 from fastsuncet.commands.api import init_config
-from fastsuncet.commands.init import survey
+from fastsuncet.commands.init import rules, survey
 from fastsuncet.commands.init.rules import Machine, Survey, Weights, choose
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
@@ -143,8 +143,9 @@ def test_init_writes_a_config_that_passes_a_dry_run(photos, capsys, monkeypatch,
     assert run("photos", *labels, "--output", "configs/mine.yaml") == 0
     said = capsys.readouterr().out
     assert "next     fastsuncet train configs/mine.yaml" in said and "machine  1 x CPU" in said
-    then = "suggest" if layout in ("flat", "shards") else "predict"
-    assert f"then     fastsuncet {then} configs/mine.yaml" in said
+    labeled = "predict configs/mine.yaml " + ("FOLDER" if layout == "labeled shards" else "photos")
+    then = "suggest configs/mine.yaml" if layout in ("flat", "shards") else labeled
+    assert f"then     fastsuncet {then} --output " in said
     text = Path("configs/mine.yaml").read_text()
     assert expected in text
     config = load_config("configs/mine.yaml")
@@ -243,7 +244,8 @@ def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos
     if held_out:
         table.write_text(f"file,label\n{held_out}\n")
     Path("b").mkdir()
-    words = ["--weights", "runs/mine", "--hours", "0.0001", *["--labels", "labels.csv"] * (not folders)]
+    # In so short a time no machine makes the updates with larger views.
+    words = ["--weights", "runs/mine", "--hours", "0.000001", *["--labels", "labels.csv"] * (not folders)]
     assert cli.main(["init", "photos", *words, "--output", "b/again.yaml"]) == 0
     assert "resnet_tiny, from runs/mine, " in capsys.readouterr().out
     config, text = load_config("b/again.yaml"), Path("b/again.yaml").read_text()
@@ -261,6 +263,20 @@ def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos
         assert "b/again-held_out.csv exists" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="pass output"):
             init_config("photos", "labels.csv", weights="runs/mine")
+
+
+def test_init_holds_out_labels_that_the_weights_have_not_learned(photos, monkeypatch):
+    """None of a class that has no other label."""
+    monkeypatch.setattr(rules, "HOLD_OUT_FROM", 8)
+    save_run(Path("runs/mine").absolute(), "model.name=resnet_tiny", "data.augmentation.size=48")
+    Path("runs/mine/learned.csv").write_text("file,label\n0.jpg,cat\n1.jpg,dog\n2.jpg,cat\n")
+    write_images(photos, *(f"{i}.jpg" for i in range(12, 16)))
+    with open("labels.csv", "a") as table:
+        table.write("".join(f"{i}.jpg,{'bird' if i == 15 else 'dog'}\n" for i in range(8, 16)))
+    assert cli.main(["init", "photos", "--labels", "labels.csv", "--weights", "runs/mine"]) == 0
+    assert load_config("mine.yaml").data.validation == str(Path("mine-held_out.csv").absolute())
+    names = [line.split(",")[0] for line in Path("mine-held_out.csv").read_text().splitlines()[1:]]
+    assert 3 <= len(names) <= 4 and not {"0.jpg", "1.jpg", "2.jpg", "15.jpg"} & {*names}
 
 
 def test_init_says_to_check_the_images_where_others_are_in_the_kept_index(photos, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.init import survey
-from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose
+from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose, labels_left
 from fastsuncet.config import Config
 from fastsuncet.config.reader import as_yaml, parse
 from fastsuncet.data.image_files import kept_index
@@ -64,7 +64,7 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     say_line(f"{'then' if other else 'next':<9}fastsuncet train {file}")
     if found.labels:
         skip = " --skip-bad" if found.bad else ""
-        images = shlex.quote(str(folder))
+        images = "FOLDER" if "pack" in found.data else shlex.quote(str(folder))  # predict reads no shards
         say_line(f"{'then':<9}fastsuncet predict {file} {images} --output predictions.csv --page{skip}")
     else:
         say_line(f"{'then':<9}fastsuncet suggest {file} --output next.csv --page  # which images to label")
@@ -100,7 +100,7 @@ def make(
     found = replace(found, data=data)
     changed = {}
     if start is not None and start.init != "timm":
-        kept, held_out = held_out_of(typed_path(start.init), index)
+        kept, held_out = held_out_of(typed_path(start.init), index, found.labels - labels_left(found))
         if held_out and not found.validation:
             changed = {} if kept else held_out
             table, out = relative(kept or held_out_file(output)), len(held_out)
@@ -112,7 +112,7 @@ def make(
 
 
 def held_out_file(output: Path) -> Path:
-    """Return where the labels stay that a run has held out, if they have changed since: beside the config."""
+    """Return where labels stay that no held_out.csv of a run has as they are: beside the config."""
     return output.with_name(f"{output.stem}-held_out.csv")
 
 

@@ -156,13 +156,13 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     else:
         size = enough or sides[-1]
         batch = contrast_batch(size)
-    suncet = s.images >= MANY_IMAGES or _left(s) <= FEW_LABELS * s.classes
+    suncet = s.images >= MANY_IMAGES or labels_left(s) <= FEW_LABELS * s.classes
     supervision = "suncet" if suncet and not alone else "cross_entropy"
 
     # ---- length
     each = seconds(batch, size)
     if alone:
-        per_epoch = max(1, _left(s) // (batch.classes * batch.per_class))
+        per_epoch = max(1, labels_left(s) // (batch.classes * batch.per_class))
         updates = max(FEWEST_UPDATES, min(_most_alone(s, batch), int(TRAINING * 3600 * hours / each)))
         epochs = updates / per_epoch
         length = Choice("optimization.steps", updates, f"{epochs:,.0f} passes over the labels")
@@ -182,7 +182,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     validation, why_validation = s.validation, "never learned from"
     if not s.labels:
         validation, why_validation = None, "no labels to measure with"
-    elif not validation and _left(s) < s.labels:
+    elif not validation and labels_left(s) < s.labels:
         validation = 0.2
         why_validation = "a fifth of the labels tells the accuracy; the network never sees it"
     elif not validation:
@@ -283,8 +283,8 @@ def _evaluation(s: Survey, cards: int, validation: str | float | None, epochs: f
         yield Choice("evaluation.knn_every_epochs", every, "the accuracy ten times in the run")
     yield Choice("checkpoint.every_epochs", every, "at most this much is lost; Ctrl-C saves too")
     if s.labels:
-        batch = max(cards, _below(min(_left(s), 64 * cards), cards))
-        updates = max(1, _left(s) // batch)
+        batch = max(cards, _below(min(labels_left(s), 64 * cards), cards))
+        updates = max(1, labels_left(s) // batch)
         epochs = max(10, math.ceil(300 / updates))
         yield Choice("finetune.batch_size", batch, "at most as many as there are labels")
         yield Choice("finetune.epochs", epochs, f"about {epochs * updates:,} updates")
@@ -310,7 +310,7 @@ def _contrast_batch(s: Survey, m: Machine, cards: int, gpu: bool, name: str, ste
 
 def _labeled_batch(s: Survey, cards: int, gpu: bool) -> _Batch:
     """Return a batch of labeled images, at most half of them and of as many classes as fit."""
-    left = _left(s)
+    left = labels_left(s)
     wanted = max(2 * cards, min((256 if gpu else 64) * cards, left // 2))
     classes = max(1, min(s.classes, wanted // cards))
     per_class = max(cards, _below(min(wanted // classes, max(1, left // s.classes)), cards))
@@ -324,7 +324,7 @@ def _most_alone(s: Survey, b: _Batch) -> int:
     return max(2000, 100 * s.labels // (b.classes * b.per_class))
 
 
-def _left(s: Survey) -> int:
+def labels_left(s: Survey) -> int:
     """Return the labels that are not held out."""
     return s.labels if s.validation or s.labels < max(HOLD_OUT_FROM, 5 * s.classes) else s.labels * 4 // 5
 
