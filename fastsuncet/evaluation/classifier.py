@@ -8,7 +8,7 @@ Shapes: N labeled images, E the width of the encoder's output, D that of the pro
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from pipelines.verify import check
 
 FOLDER = "classifier"  # in the run's folder
 LINEAR, NEIGHBORS = "linear", "PAWS's nearest neighbors"
+Known = str | tuple[str, int]  # an image by its path; one of a pack by its name and length in bytes
 FEW_JUDGED = 100  # images: with fewer, the standard error of an accuracy is 5 points and more
 
 
@@ -53,7 +54,7 @@ class Classifier:
     layer: nn.Module
     classes: tuple[str, ...]
     about: list[str]  # lines for the user: its labels, its expected accuracy and its calibration
-    labeled: frozenset[str] = frozenset()  # paths of the images that it was fitted to, where they are known
+    labeled: frozenset[Known] = frozenset()  # the images that it was fitted to, where they are known
 
 
 class NearestNeighbors(nn.Module):
@@ -106,13 +107,25 @@ def best_classifier(
 
 def fitted_to(classifier: Classifier, index: ImageIndex) -> np.ndarray:
     """Return which images of `index` are known to be of those that the classifier was fitted to, bool (N,)."""
-    return np.array([path in classifier.labeled for path in _paths(index, range(len(index)))])
+    keys = zip(_paths(index), _lengths(index))
+    return np.array([not classifier.labeled.isdisjoint(each) for each in keys])
 
 
-def _paths(index: ImageIndex, numbers: Iterable[int]) -> Iterator[str]:
-    """Yield the paths of images, with the links of the root resolved."""
+def _paths(index: ImageIndex) -> list[str]:
+    """Return the path of each image, with the links of the root resolved."""
     root = os.path.realpath(index.root or "")
-    return (os.path.join(root, index.name(i)) for i in numbers)
+    return [os.path.join(root, name) for name in index.files]
+
+
+def _lengths(index: ImageIndex) -> list[tuple[str, int]]:
+    """Return the name of each image and its length in bytes, which a pack has from the files it was made of."""
+    return list(zip(index.files, index.lengths().tolist()))
+
+
+def _known(index: ImageIndex, chosen: np.ndarray) -> frozenset[Known]:
+    """Return by what `fitted_to` knows the images `chosen`; the files of a pack can lie anywhere."""
+    keys = _paths(index) if index.pack is None else _lengths(index)
+    return frozenset(keys[i] for i in chosen)
 
 
 def run_of(encoder: Encoder, config: Config) -> Path:
@@ -165,7 +178,7 @@ def _best_fine_tuning(
         return None
     _, record, folder, because = best
     tuned = load_encoder(folder)
-    return tuned, replace(_tuned(tuned, record, folder, because), labeled=frozenset(_paths(index, chosen)))
+    return tuned, replace(_tuned(tuned, record, folder, because), labeled=_known(index, chosen))
 
 
 def _tuned(encoder: Encoder, record: dict[str, Any], folder: Path, because: str) -> Classifier:
@@ -259,7 +272,7 @@ def run_classifier(
             say_line(f"kept in      {path}")
         except OSError as error:  # the run is another user's: its next use fits one again
             say_line(f"not kept     {path}: {error.strerror}")
-    return replace(classifier, labeled=frozenset(_paths(index, chosen)))
+    return replace(classifier, labeled=_known(index, chosen))
 
 
 def labeled_images(config: Config, place: Place) -> tuple[ImageIndex, np.ndarray]:

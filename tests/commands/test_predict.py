@@ -22,7 +22,8 @@ import fastsuncet
 from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import embed, pages
-from fastsuncet.commands.predict import Prediction
+from fastsuncet.commands.data_pack import data_pack
+from fastsuncet.commands.predict import Prediction, predict
 from fastsuncet.config import ConfigErrors
 from fastsuncet.data import learned_labels
 from fastsuncet.distributed.place import join
@@ -81,6 +82,10 @@ def test_predict_writes_probabilities_and_keeps_the_classifier(run, labels, pict
     (mean,) = re.findall(said, capsys.readouterr().out)
     assert float(mean) == pytest.approx(100 * float(new["probability"]), abs=0.06)
     assert len(rows("mine.csv")) == 19
+    trained = load_encoder(run).trained
+    data_pack(trained, Path("shards"))
+    predict(trained.with_values({"data.pack": "shards"}), Path("mine"), Path("packed.csv"))
+    assert "; the 18 labeled ones" in capsys.readouterr().out
     page = Path("mine.html").read_text()
     assert "new.png" in page and "red0.png" not in page and "1 image<" in page
     labels(5)
