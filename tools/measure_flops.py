@@ -37,16 +37,17 @@ def training_flops(config: Config, *, image_gradient: bool = False) -> int:
 
 def run_costs(config: Config, a: Arithmetic) -> dict[str, tuple[int, float]]:
     """Return views and petaFLOPs, with the labeled batch and after its switch-off."""
+    on, off = a.supervised_steps, a.steps - a.supervised_steps
+    # When the loss on labels plateaus is not known before the run.
+    plateau = config.criterion.supervised_epochs == "plateau"
     costs = {}
     for name, labeled in ((" with labels", True), ("", False)):
-        if labeled and not a.supervised_steps:
+        if not (on if labeled else off or plateau):
             continue
         views, macs = a.update_views(labeled), update_macs(config, a, labeled)
         for what, updates in (("update", 1), ("epoch", a.steps_per_epoch)):
             costs[what + name] = views * updates, petaflops(macs * updates)
-    # When the loss on labels plateaus is not known before the run.
-    most = " with labels to the end" if config.criterion.supervised_epochs == "plateau" else ""
-    on, off = a.supervised_steps, a.steps - a.supervised_steps
+    most = " with labels to the end" if plateau else ""
     views = on * a.update_views(True) + off * a.update_views(False)
     costs[f"run of {a.steps:,} updates{most}"] = views, petaflops(run_macs(config, a))
     return costs

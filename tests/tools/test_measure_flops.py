@@ -36,7 +36,8 @@ def test_measure_flops_of_the_papers_runs_are_the_recipes(cost_of):
     rows = cost_of("in1k_simclr", "optimization.epochs=100")
     assert rows["epoch"] == ["2,555,904", "62.746"] and rows["run of 31,200 updates"][1] == "6274.6"
     rows = cost_of("in1k_10pct", "optimization.epochs=100")
-    assert rows["update with labels"] == ["8,192", "0.20111"] and rows["update"][0] == "5,632"
+    assert rows["update with labels"] == ["8,192", "0.20111"] and "update" not in rows  # as long as it lasts
+    assert cost_of("in1k_10pct")["update"][0] == "5,632"
     assert float(rows["run of 45,400 updates"][1]) / 6274.6 == pytest.approx(1.455, abs=5e-4)
     rows = cost_of("cifar10_simclr", "--images", "2560", "optimization.epochs=20")
     assert rows["update"][0] == "512" and rows["epoch"][0] == "5,120"
