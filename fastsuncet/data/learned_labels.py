@@ -1,12 +1,14 @@
 """Which labels a run has learned from, kept in its folder: an accuracy on them tells nothing of other images.
 
-    RUN/learned.csv    file,label of the labeled images that it trains on, and of those that model.init had trained on
-    RUN/held_out.csv   file,label of the images that data.validation has taken out of the training images
+    RUN/learned.csv         file,label of the labeled images that it trains on, and that model.init had trained on
+    RUN/held_out.csv        file,label of the images that data.validation has taken out of the training images
+    RUN/labeled_bytes.csv   file,bytes of both: an image that was moved or renamed since is known by its length
 
-A fine-tuning keeps both in its own folder, RUN/finetune/TAG. Both can be a `data.csv` or a `data.validation`.
+A fine-tuning keeps them in its own folder, RUN/finetune/TAG. The first two can be a `data.csv` or a `data.validation`.
 """
 
 import csv
+from collections import Counter
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -23,12 +25,13 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import stratified
 from pipelines.output import csv_table, say_once
 
-LEARNED, HELD_OUT = "learned.csv", "held_out.csv"
+LEARNED, HELD_OUT, BYTES = "learned.csv", "held_out.csv", "labeled_bytes.csv"
+Rows = dict[str, tuple[str, int]]  # file -> its label and its length in bytes, 0 where that is not known
 MOST = 200_000  # labels of a table. A run with more has none, and all labels count as learned
 
 
 def write_learned_labels(folder: Path, images: Images, config: Config) -> list[str]:
-    """Write both tables of the run in `folder`, and return a warning if validation images were learned from before.
+    """Write the tables of the run in `folder`, and return a warning if validation images were learned from before.
 
     A run that learns from no label has no learned.csv; one that an earlier start left is removed. Raises
     CheckpointError for a disk that refuses.
@@ -40,7 +43,7 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     held_out, warning = _held_out(images), []
     learns = config.criterion.supervised
     rows = _with_rows(before, images, images.split.indices) if learns else before
-    if known := len(before.keys() & held_out.keys()):
+    if held_out and (known := int(_found(images.validation, before, images.train).sum())):
         others = init.with_name(HELD_OUT)
         name = others if others.is_file() else "FILE.csv, with labels that it has not learned from"
         warning.append(
@@ -54,7 +57,7 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
 def write_tuned_labels(
     folder: Path, images: Images, chosen: np.ndarray, weights: Path | None, supervised: bool
 ) -> None:
-    """Write both tables of a fine-tuning in `folder` that learns from the images `chosen` and starts from `weights`.
+    """Write the tables of a fine-tuning in `folder` that learns from the images `chosen` and starts from `weights`.
 
     `weights` and `supervised` as for `learned`. Raises CheckpointError for a disk that refuses.
     """
@@ -69,11 +72,8 @@ def learned(weights: Path | None, index: ImageIndex, supervised: bool) -> np.nda
     All where nothing says it and they are `supervised`: they have learned from labels. None, another program's weights:
     none.
     """
-    if (names := _learned_by(weights, supervised)) is None:
-        return np.ones(len(index), bool)
-    found, positions = np.zeros(len(index), bool), index.find(list(names))
-    found[positions[positions >= 0]] = True
-    return found
+    rows = _learned_by(weights, supervised)
+    return np.ones(len(index), bool) if rows is None else _found(index, rows)
 
 
 def left_to_judge(images: Images, weights: Path | None, supervised: bool, place: Place) -> tuple[Images, int]:
@@ -82,16 +82,19 @@ def left_to_judge(images: Images, weights: Path | None, supervised: bool, place:
     A share that data.validation holds out is another draw once there are more labels. Rank 0 says how many are left
     out. Where none would be left, return all images and how many these are.
     """
-    given, before = _held_out(images), _learned_by(weights, supervised)
-    # By name: what was learned by the old name of a class was learned.
-    new = [i for i, name in enumerate(given) if before is not None and name not in before]
-    if not new or images.held_out is None:
-        return images, len(given)
-    if (known := len(given) - len(new)) and place.first:
+    given = images.held_out
+    if given is None or not _held_out(images):
+        return images, 0
+    # What was learned by the old name of a class was learned.
+    rows = _learned_by(weights, supervised)
+    known = np.ones(len(given), bool) if rows is None else _found(given, rows, images.train)
+    if (count := int(known.sum())) == len(given):
+        return images, count
+    if count and place.first:
         say_once(
-            f"note: {known} of {len(given)} validation images are left out: the network has learned from them"
+            f"note: {count} of {len(given)} validation images are left out: the network has learned from them"
         )
-    return replace(images, held_out=images.held_out.take(np.array(new))), 0
+    return replace(images, held_out=given.take(np.flatnonzero(~known))), 0
 
 
 def held_out_of(weights: Path, index: ImageIndex, count: int) -> tuple[Path | None, dict[str, str]]:
@@ -103,13 +106,12 @@ def held_out_of(weights: Path, index: ImageIndex, count: int) -> tuple[Path | No
     table = _table_of(weights).with_name(HELD_OUT)
     before = _read(table)
     if not before:
-        return None, _rows(index, _drawn_among_new(weights, index, count))
-    found = index.find(list(before))
-    found = found[found >= 0]
+        return None, _labels(_rows(index, _drawn_among_new(weights, index, count)))
+    found = np.flatnonzero(_found(index, before))
     if 2 * len(found) < len(before):
         return None, {}
-    now = _rows(index, found[index.labels[found] >= 0])
-    return table if now == before else None, now
+    now = _labels(_rows(index, found[index.labels[found] >= 0]))
+    return table if now == _labels(before) else None, now
 
 
 def _drawn_among_new(weights: Path, index: ImageIndex, count: int) -> np.ndarray:
@@ -123,24 +125,41 @@ def _drawn_among_new(weights: Path, index: ImageIndex, count: int) -> np.ndarray
     return chosen[np.isin(index.labels[chosen], np.delete(index.labels, chosen))]
 
 
-def _learned_by(weights: Path | None, supervised: bool) -> dict[str, str] | None:
-    """Return file -> label of what the weights have learned from, None where nothing says it of `supervised` ones."""
+def _found(index: ImageIndex, rows: Rows, beside: ImageIndex | None = None) -> np.ndarray:
+    """Return which images of `index` are among `rows`, bool (N,): by name, or by length where a name has gone.
+
+    The names in `beside` have not gone. More images of one length than have gone, as in folders of BMP, are others; and
+    all are where less than half of what has gone is found: of other photos some have a length by chance.
+    """
+    found = np.array([name in rows for name in index.files], bool)
+    there = {*index.files, *(beside.files if beside else ())}
+    gone = Counter(length for file, (_, length) in rows.items() if length and file not in there)
+    lengths = index.lengths()
+    here = Counter(lengths[~found].tolist())
+    moved = {length: here[length] for length, count in gone.items() if here[length] <= count}
+    return found | np.isin(lengths, list(moved)) if 2 * sum(moved.values()) >= gone.total() else found
+
+
+def _learned_by(weights: Path | None, supervised: bool) -> Rows | None:
+    """Return the rows of what the weights have learned from, None where nothing says it of `supervised` ones."""
     if weights is None:
         return {}
     table = _table_of(weights)
     return None if supervised and not table.is_file() else _read(table)
 
 
-def _with_rows(before: dict[str, str], images: Images, chosen: np.ndarray) -> dict[str, str]:
+def _with_rows(before: Rows, images: Images, chosen: np.ndarray) -> Rows:
     return before | _rows(images.train, chosen) if len(chosen) <= MOST else {}
 
 
-def _write(folder: Path, tables: dict[str, dict[str, str]]) -> None:
-    """Write the tables that have rows, and remove the others."""
-    for name, rows in tables.items():
+def _write(folder: Path, tables: dict[str, Rows]) -> None:
+    """Write the tables that have rows with the lengths of these, and remove the others."""
+    lengths = {file: length for rows in tables.values() for file, (_, length) in rows.items() if length}
+    written = {name: [("file", "label"), *_labels(rows).items()] for name, rows in tables.items()}
+    for name, lines in (written | {BYTES: [("file", "bytes"), *lengths.items()]}).items():
         with disk_errors(folder / name):
-            if rows:
-                atomic_files.replace(folder / name, csv_table([("file", "label"), *rows.items()]))
+            if lines[1:]:
+                atomic_files.replace(folder / name, csv_table(lines))
             else:
                 atomic_files.remove(folder / name)
 
@@ -152,19 +171,29 @@ def _table_of(weights: Path) -> Path:
     return next((folder / LEARNED for folder in folders if (folder / LEARNED).is_file()), weights / LEARNED)
 
 
-def _held_out(images: Images) -> dict[str, str]:
-    """Return file -> label of the validation images that are taken out of the training images; {} for others."""
+def _held_out(images: Images) -> Rows:
+    """Return the rows of the validation images that are taken out of the training images; {} for others."""
     if images.held_out is None or images.train.root is None or images.train.root != images.held_out.root:
         return {}
     return _rows(images.held_out, np.arange(len(images.held_out)))
 
 
-def _rows(index: ImageIndex, chosen: np.ndarray) -> dict[str, str]:
-    return {index.name(int(i)): index.classes[index.labels[i]] for i in chosen}
+def _rows(index: ImageIndex, chosen: np.ndarray) -> Rows:
+    lengths = index.lengths()
+    return {index.name(i): (index.classes[index.labels[i]], int(lengths[i])) for i in chosen.tolist()}
 
 
-def _read(table: Path) -> dict[str, str]:
-    """Return file -> label; {} where there is no table."""
+def _labels(rows: Rows) -> dict[str, str]:
+    return {file: label for file, (label, _) in rows.items()}
+
+
+def _read(table: Path) -> Rows:
+    """Return the rows of a table, {} where there is none; without lengths where nothing says them."""
+    lengths = {file: int(text) for file, text in _pairs(table.with_name(BYTES)).items() if text.isdecimal()}
+    return {file: (label, lengths.get(file, 0)) for file, label in _pairs(table).items()}
+
+
+def _pairs(table: Path) -> dict[str, str]:
     if not table.is_file():
         return {}
     with open(table, newline="", encoding="utf-8", errors="surrogateescape") as stream:
