@@ -7,6 +7,7 @@ what is there.
 import json
 from collections.abc import Callable
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import ConfigError, Preempted
+from fastsuncet.metrics import results
 from fastsuncet.metrics.cost import open_energy_meter
 from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import width_of
@@ -31,7 +33,7 @@ from fastsuncet.training.summary import speed_on_cpu, summary
 from fastsuncet.training.trainer import Trainer
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex, save_index
-from pipelines.output import say_line
+from pipelines.output import counted, say_line
 
 
 def run(config: Config, arguments: list[str]) -> None:
@@ -53,6 +55,8 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
         trainer, lines = start(config, place, folder, lambda: signals.requested is not None, index)
         # Only now: a refused run must not overwrite the config of the run that is in the folder.
         if place.first:
+            if trainer.step == 0:
+                _move_results_aside(folder, config)
             if index is not None:
                 save_index(index, typed_path(config.data.index))
             note = f"# chosen for this hardware: {json.dumps(trainer.task.chosen)}\n"
@@ -87,6 +91,24 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
             for name, command in zip(("next", ""), export.next_commands(folder, config)):
                 say_line(f"{name:<9}{command}")
         return trainer
+
+
+def _move_results_aside(folder: Path, config: Config) -> None:
+    """Move the results of weights that the run in `folder` had before a fresh start, and say where they are."""
+    if not (found := sorted((folder / results.FOLDER).glob("[!.]*.json"))):
+        return
+    from fastsuncet.commands.report.reading import home_of
+
+    old = [path for path in found if home_of(results.read_result(path), folder, config) == str(folder)]
+    aside = next(path for n in count(1) if not (path := folder / f"{results.FOLDER}.superseded-{n}").exists())
+    with disk_errors(aside):
+        for path in old:
+            atomic_files.make_folder(aside)
+            for file in (path.with_suffix(".png"), path):
+                if file.exists():
+                    file.rename(aside / file.name)
+    if old:
+        say_line(f"results: a fresh start; {counted(len(old), 'earlier result')} moved to {aside}")
 
 
 def start(

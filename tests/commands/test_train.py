@@ -17,6 +17,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.optim import LARS
 from fastsuncet.training import step
 from fastsuncet.tuning import fast_paths
+from tests.support.reports import result
 from tests.support.runs import SMALL, tiny_config
 from tests.support.runs import train as run
 
@@ -29,7 +30,7 @@ DRY = ["train", "digits_demo", "--dry-run=step", *SMALL]
 def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monkeypatch, capsys):
     """In the summary, config.yaml, the first metrics line and the checkpoint. The continued one is complete.
 
-    If its folder is moved, its config names the old place, where a new run begins with a note.
+    If its folder is moved, its config names the old place, where a new run begins with a note and without old results.
     """
     asked = []
 
@@ -44,6 +45,7 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
     run(config)
     said = capsys.readouterr().out
     assert "speed    x.cu; not y.cu: slower; not torch.compile: " in said and "complete" not in said
+    old = result(config.run_folder, 2, 0.5)
     run(config)
     said = f"complete {config.run_folder} has had all its 2 updates: nothing was trained"
     assert said in capsys.readouterr().out
@@ -51,10 +53,16 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
     assert len((config.run_folder / "learned.csv").read_text().splitlines()) == 1 + 70
     for file in ("metrics.jsonl", "config.yaml"):
         assert '"paths": ["x.cu"]' in (config.run_folder / file).read_text()
+    assert old.exists()
     moved = config.run_folder.rename(tmp_path / "moved")
+    result(config.run_folder, 2, 0.5).with_suffix(".png").touch()
+    other = result(config.run_folder, None, 0.5, source="/weights/resnet50.pth")
     run(load_config(moved / "config.yaml"))
     add = f"Add logging.folder={tmp_path} logging.write_tag=moved to continue {moved}"
-    assert f"note: a new run begins in {config.run_folder}. {add}\n" in capsys.readouterr().out
+    said, aside = capsys.readouterr().out, config.run_folder / "results.superseded-1"
+    assert f"note: a new run begins in {config.run_folder}. {add}\n" in said
+    assert f"results: a fresh start; 1 earlier result moved to {aside}\n" in said
+    assert [*old.parent.iterdir()] == [other] and {*aside.glob(f"{old.stem}.*")} == {*aside.iterdir()}
 
 
 @pytest.mark.slow
