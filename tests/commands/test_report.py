@@ -182,10 +182,32 @@ def test_read_runs_takes_lines_of_metrics_that_hold_anything():
     lines = [{"step": 9, "kind": "knn", "epoch": 1}]
     lines += [{"step": step, "kind": "knn"} | KNN | change for step, change in enumerate(changes)]
     write_lines(run, *lines)
-    (curve,) = read_runs([run])[0]
-    assert curve.measurement.labels == "100 labels"
+    labels = {"kind": "stratified", "fraction": 0.05, "count": 80}  # some are validation images
+    result(run, 9, 0.5, labels=labels, asked={"data.split.images": 100})
+    evaluated, curve = read_runs([run])[0]
+    assert curve.measurement.labels == evaluated.measurement.labels == "100 labels"
     assert ["hours" in point.costs for point in curve.points] == [True, False, False]
     assert {point.metrics["knn"] for point in curve.points} == {0.5}
+
+
+def test_read_runs_averages_the_seeds_of_a_draw_and_no_other_labels():
+    run = make_run(Path("runs"), "a")
+    for top1, kind, share, count, names in (
+        *((0.4, "bernoulli", 0.1, 160, None), (0.6, "bernoulli", 0.1, 150, "aa")),
+        *((0.5, "names", 0.1, 160, "bb"), (0.7, "names", 0.1, 160, "cc")),
+        *((0.1, "stratified", 0.0003, 8, None), (0.2, "stratified", 0.0003, 9, None)),
+        *((0.3, "csv", 0.0, 3, "dd"), (0.9, "csv", 1.0, 1600, "ee")),
+    ):
+        labels = {"kind": kind, "fraction": share, "count": count} | ({"names": names} if names else {})
+        result(run, 10, top1, labels=labels)
+    found = {
+        ", ".join(curve.measurement[1:]): curve.points[0].metrics["top1"] for curve in read_runs([run])[0]
+    }
+    assert found == {
+        **{"10 % labels, split=bernoulli": 0.5, "10 % labels, names=bb, split=names": 0.5},
+        **{"10 % labels, names=cc, split=names": 0.7, "8 labels, ": 0.1, "9 labels, ": 0.2},
+        **{"3 labels, ": 0.3, "all labels, ": 0.9},
+    }
 
 
 def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypatch):

@@ -136,11 +136,13 @@ class Panel:
 
 def labels_text(labels: dict[str, Any]) -> str:
     """Return the labels that an evaluation learned from: "10 % labels", or their number, or "all labels"."""
-    if labels.get("kind") == "all" or labels.get("fraction") == 1:
+    kind, share, count = (labels.get(key) for key in ("kind", "fraction", "count"))
+    if kind == "all" or share == 1:
         return "all labels"
-    if labels.get("fraction") is not None:
-        return f"{100 * labels['fraction']:g} % labels"
-    return f"{labels['count']:,} labels" if labels.get("count") is not None else ""
+    # The share of a given number is rounded.
+    if share is not None and kind != "stratified" and (kind == "bernoulli" or share >= 0.001):
+        return f"{100 * share:g} % labels"
+    return f"{count:,} labels" if count else ""
 
 
 def join_lengths(curves: list[Curve]) -> list[Curve]:

@@ -1,7 +1,7 @@
 """Read runs as curves: from the results of evaluations in their folders, and from their own metrics lines.
 
 Two results are one measurement if they were made with the same settings, except for those that belong to the encoder or
-the machine: these are named in a note.
+the machine: these are named in a note. Their labels are one list, or draws of one kind that differ in their seed.
 """
 
 from collections import Counter, defaultdict
@@ -142,18 +142,28 @@ def read_config(folder: Path) -> Config:
 
 def measurement_of(record: Json) -> Measurement:
     """Return what was measured, without its variant."""
-    return Measurement(record["kind"], labels_text(record["labels"]))
+    # As `_online` does: data.validation can have taken some of the images that were drawn.
+    drawn = {"count": count} if (count := record.get("asked", {}).get("data.split.images")) else {}
+    return Measurement(record["kind"], labels_text(record["labels"] | drawn))
+
+
+def setting_of(record: Json) -> Json:
+    """Return the settings of an evaluation, the kind of its labels, and the digest of a list of them."""
+    labels = record["labels"]
+    kind = "all" if measurement_of(record).labels == "all labels" else labels.get("kind")
+    listed = {"names": labels.get("names")} if kind in ("names", "csv") else {}
+    return {**record["setting"], "split": kind, **listed}
 
 
 def compare_settings(records: list[Json]) -> tuple[dict[Measurement, set[str]], list[str]]:
-    """Return the keys of "setting" that split each kind and share of labels into several measurements, and notes.
+    """Return the keys of `setting_of` that split each kind and share of labels into several measurements, and notes.
 
     For one encoder all keys that differ between its results split; between encoders, all but MAY_DIFFER, and a note
     names those. Another one counts the results on labels that were learned from.
     """
     kinds: dict[Measurement, dict[str, list[Json]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
-        kinds[measurement_of(record)][str(record["encoder"].get("source"))].append(record["setting"])
+        kinds[measurement_of(record)][str(record["encoder"].get("source"))].append(setting_of(record))
     known = Counter(measurement_of(record) for record in records if record.get("learned"))
     splitting, notes = {}, []
     for kind, encoders in kinds.items():
@@ -180,7 +190,8 @@ def _differing(settings: list[Json], *, missing: bool) -> set[str]:
 
 def variant(record: Json, splitting: set[str]) -> str:
     """Return the settings among `splitting` that `record` was made with: "k=20"."""
-    shown = {key: record["setting"][key] for key in sorted(splitting) if key in record["setting"]}
+    setting = setting_of(record)
+    shown = {key: setting[key] for key in sorted(splitting) if key in setting}
     return ", ".join(
         f"{key}={value:g}" if type(value) is float else f"{key}={value}" for key, value in shown.items()
     )
