@@ -19,7 +19,7 @@ from fastsuncet.commands.report import figures, methods_tables, report
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
 from fastsuncet.commands.report.reading import read_runs
 from fastsuncet.config import ConfigErrors
-from tests.support.reports import make_run, result, write_lines
+from tests.support.reports import LABELS, make_run, result, write_lines
 
 GOLDEN = Path(__file__).parent / "golden_report"
 RUNS = [Path("runs", name) for name in ("simclr_0", "simclr_1", "suncet_0", "suncet_1", "short", "new")]
@@ -238,6 +238,18 @@ def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypat
     assert said in knn and said not in text
     assert "training, data=digits |" in knn and "Nothing to compare" in knn
     assert knn.count("| KNN, % |") == knn.count("| top-1, % | top-5, % |") == 1
+
+
+def test_report_says_where_seeds_are_not_those_of_the_baseline(seeds, monkeypatch):
+    monkeypatch.setattr(reports, "_draw", lambda *_: [])
+    for run, labels in zip(seeds[::2], (LABELS, LABELS | {"count": 150, "names": "aa"})):
+        result(run, 10, 0.5, kind="linear", labels=labels)
+    text = report([*seeds[:1], *seeds[2:]], Path("out")).read_text()
+    for said in (
+        "a linear classifier, 10 % labels: not all runs of seed 0 were evaluated on the same draw of labels.",
+        "fine-tuning, 10 % labels: the baseline has no run of seed 1: compared with the mean of its seeds.",
+    ):
+        assert text.count(said.split(": ")[1]) == 1 and f"\n{said}\n" in text
 
 
 def test_report_refuses_with_a_message_and_writes_nothing(runs, capsys):

@@ -213,6 +213,11 @@ def _saved_section(panels: list[Panel], savings: list[Saving], named_baseline: b
     for panel in panels:
         if panel.baseline is None and len(panel.groups) > 1:
             parts += [f"{panel.measurement}: {why}.", ""]
+        own = {curve.seed for curve in panel.baseline.curves} if panel.baseline else set()
+        here = (s.seed for s in savings if s.measurement == panel.measurement)
+        if lacking := sorted({str(seed) for seed in here if seed not in own}):
+            lacks = f"the baseline has no run of seed {', '.join(lacking)}"
+            parts += [f"{panel.measurement}: {lacks}: compared with the mean of its seeds.", ""]
     nothing = "Nothing to compare: this takes a baseline and a method of the same images, evaluated alike."
     return ["## Compute to match the baseline", "", *(parts or [nothing, ""])]
 

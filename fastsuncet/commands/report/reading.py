@@ -61,6 +61,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     table: dict[tuple[Path, Measurement], dict[int | None, list[Point]]] = defaultdict(
         lambda: defaultdict(list)
     )
+    draws: dict[tuple[Measurement, int], dict[Path, set[Any]]] = defaultdict(lambda: defaultdict(set))
     for run, found in records.items():
         for record in found:
             kind, name, one = measurement_of(record), home_of(record, run, configs[run]), record["encoder"]
@@ -72,7 +73,11 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
             tuned = "" if tag is None else f"fine-tuned first ({tag})" if tag else "fine-tuned first"
             parts = ", ".join(filter(None, [tuned, variant(record, splitting[kind])]))
             made = point(one.get("step"), one.get("epoch"), one.get("ledger") or {}, dict(record["metrics"]))
-            table[home, kind._replace(variant=parts)][made.step].append(made)
+            measurement = kind._replace(variant=parts)
+            table[home, measurement][made.step].append(made)
+            if other := homes[home][2]:
+                labels = (record["labels"].get("count"), record["labels"].get("names"))
+                draws[measurement, other.meta.seed][home].add(labels)
         for measurement, made in _online(run, configs[run], f"data={images[run]}" if several else ""):
             table[run.resolve(), measurement][made.step].append(made)
     curves = []
@@ -95,6 +100,11 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
                 settings=experiment(config) if config else (("encoder", name),),
             )
         )
+    notes += [
+        f"{measurement}: not all runs of seed {seed} were evaluated on the same draw of labels"
+        for (measurement, seed), by_run in draws.items()
+        if len(set(map(frozenset, by_run.values()))) > 1
+    ]
     evaluated = {home for home, _ in table}
     silent = [f"{run}: nothing was evaluated yet" for run in records if run.resolve() not in evaluated]
     beside = [f"left out, no folder of a run: {first_five([str(path) for path in others])}"] if others else []
