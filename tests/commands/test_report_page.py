@@ -10,7 +10,7 @@ from PIL import Image
 
 from fastsuncet.cli import main
 from fastsuncet.commands.report import figures, page
-from tests.support.reports import make_run, result, write_lines
+from tests.support.reports import LABELS, make_run, result, write_lines
 from tests.support.runs import Killed, kill
 
 EVIL = "<script>alert(1)<b>"
@@ -50,6 +50,9 @@ def run(tmp_path) -> Path:
     for tag, lr in (("low", 0.1), ("high", 1.0)):
         result(run, 20, 0.75, lr=lr, tag=tag)
     result(run, 20, 0.25, home=tmp_path / "other")
+    for seed in (0, 1):
+        draw = {"labels": LABELS | {"names": str(seed)}, "asked": {"data.split.seed": seed}}
+        result(run, 20, 0.5, kind="linear", **draw)
     lines = [{"step": step, "kind": "train", **TRAIN, **NEW} for step in (10, 20)]
     write_lines(run, *lines, {"step": 20, "kind": "knn", **TRAIN, **KNN})
     write_status(run, "running", message="<img src=x onerror=alert(1)>")
@@ -70,6 +73,7 @@ SHOWN = (
     *("losses", "gradient norms", "RankMe", "optimization.warmup"),
     *("fine-tuning, 10 % labels, update 10", "top-1 accuracy 50.00\u00a0%"),
     *("fine-tuning, 10 % labels, low, lr=0.1, update 20", "fine-tuning, 10 % labels, high, lr=1, update 20"),
+    *(f"a linear classifier, 10 % labels, update 20, data.split.seed={seed}" for seed in (0, 1)),
     "Bring one of them back",  # the damaged checkpoint is named
 )
 

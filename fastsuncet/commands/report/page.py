@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,10 +23,12 @@ from fastsuncet.commands.pages import html_page
 from fastsuncet.commands.report.curves import NAMES
 from fastsuncet.commands.report.reading import (
     compare_settings,
+    differing,
     home_of,
     measurement_of,
     numbers,
     read_config,
+    setting_of,
     variant,
 )
 from fastsuncet.config import Config, flat
@@ -194,21 +197,27 @@ def _results(run: Path, config: Config) -> str:
     """Return the evaluations in the run's folder, each with what distinguishes it from the others."""
     records = read_results(run)
     splitting, _ = compare_settings(records)
-    rows = []
+    rows, alike = [], defaultdict(list)
     for record in records:
         kind = measurement_of(record)
         metrics = (
             f"{NAMES.get(name, name)} {100 * value:.2f}\u00a0%" for name, value in record["metrics"].items()
         )
         known = " (too high: on labels that the network has learned from)" if record.get("learned") else ""
-        parts = [str(kind), tuning_of(record), variant(record, splitting[kind])]
+        parts = [str(kind), tuning_of(record), variant(setting_of(record), splitting[kind])]
         home, step = home_of(record, run, config), record["encoder"].get("step")
         parts.append(f"encoder {home}" if home != str(run) else "")
         parts.append("" if step is None else f"update {_text(step)}")
-        rows.append((", ".join(filter(None, parts)), ", ".join(metrics) + known))
+        name = ", ".join(filter(None, parts))
+        seeds = {"data.split.seed": record.get("asked", {}).get("data.split.seed", 0)}
+        seeds |= {"labels": record["labels"].get("count"), "seed": record["setting"].get("seed")}
+        alike[name].append(seeds)
+        rows.append((name, seeds, ", ".join(metrics) + known))
     if not rows:
         return "<p>None yet. <code>fastsuncet evaluate</code> and <code>finetune</code> write them.</p>"
-    return _facts(rows)
+    # Seeds make no other measurement, so two of them can have one name.
+    own = (variant(seeds, differing(alike[name], missing=True)) for name, seeds, _ in rows)
+    return _facts((", ".join(filter(None, [name, more])), text) for (name, _, text), more in zip(rows, own))
 
 
 def _weights(run: Path, config: Config) -> list[str]:

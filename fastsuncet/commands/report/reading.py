@@ -71,7 +71,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
                 homes[home] = (name, method, other)
             tag = tuning_of(record) if "finetuned" in record["setting"] else None
             tuned = "" if tag is None else f"fine-tuned first ({tag})" if tag else "fine-tuned first"
-            parts = ", ".join(filter(None, [tuned, variant(record, splitting[kind])]))
+            parts = ", ".join(filter(None, [tuned, variant(setting_of(record), splitting[kind])]))
             made = point(one.get("step"), one.get("epoch"), one.get("ledger") or {}, dict(record["metrics"]))
             measurement = kind._replace(variant=parts)
             table[home, measurement][made.step].append(made)
@@ -180,16 +180,16 @@ def compare_settings(records: list[Json]) -> tuple[dict[Measurement, set[str]], 
         if count := known[kind]:
             high = "too high, on labels that the network has learned from"
             notes.append(f"{kind}: {counted(count, 'result')} {high}")
-        within = set().union(*(_differing(settings, missing=True) for settings in encoders.values()))
+        within = set().union(*(differing(settings, missing=True) for settings in encoders.values()))
         # An older result can lack newer keys.
-        between = _differing([*chain(*encoders.values())], missing=False)
+        between = differing([*chain(*encoders.values())], missing=False)
         splitting[kind] = (within | between.difference(MAY_DIFFER)).difference(OUTCOMES)
         if own := sorted(between.intersection(MAY_DIFFER)):
             notes.append(f"{kind}: not all runs were evaluated with the same {', '.join(own)}")
     return splitting, notes
 
 
-def _differing(settings: list[Json], *, missing: bool) -> set[str]:
+def differing(settings: list[Json], *, missing: bool) -> set[str]:
     """Return the keys with different values; `missing`: a missing key is a value too."""
 
     def values(key: str) -> list[Any]:
@@ -198,9 +198,8 @@ def _differing(settings: list[Json], *, missing: bool) -> set[str]:
     return {key for key in set().union(*settings) if any(value != values(key)[0] for value in values(key))}
 
 
-def variant(record: Json, splitting: set[str]) -> str:
-    """Return the settings among `splitting` that `record` was made with: "k=20"."""
-    setting = setting_of(record)
+def variant(setting: Json, splitting: set[str]) -> str:
+    """Return those of `setting` that are among `splitting`: "k=20"."""
     shown = {key: setting[key] for key in sorted(splitting) if key in setting}
     return ", ".join(
         f"{key}={value:g}" if type(value) is float else f"{key}={value}" for key, value in shown.items()
