@@ -22,7 +22,6 @@ from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import ConfigError, Preempted
-from fastsuncet.metrics import results
 from fastsuncet.metrics.cost import open_energy_meter
 from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import width_of
@@ -95,12 +94,13 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
 
 def _move_results_aside(folder: Path, config: Config) -> None:
     """Move the results of weights that the run in `folder` had before a fresh start, and say where they are."""
-    if not (found := sorted((folder / results.FOLDER).glob("[!.]*.json"))):
+    if not (found := sorted((folder / "results").glob("[!.]*.json"))):
         return
     from fastsuncet.commands.report.reading import home_of
+    from fastsuncet.metrics.results import read_result
 
-    old = [path for path in found if home_of(results.read_result(path), folder, config) == str(folder)]
-    aside = next(path for n in count(1) if not (path := folder / f"{results.FOLDER}.superseded-{n}").exists())
+    old = [path for path in found if home_of(read_result(path), folder, config) == str(folder)]
+    aside = next(path for n in count(1) if not (path := folder / f"results.superseded-{n}").exists())
     with disk_errors(aside):
         for path in old:
             atomic_files.make_folder(aside)
