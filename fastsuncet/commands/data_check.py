@@ -12,7 +12,7 @@ from fastsuncet.data.image_files import image_root, index_path, kept_index, pack
 from pipelines.backend import Backend, choose_backend, decode_threads
 from pipelines.data_errors import BadImage
 from pipelines.datasets.folders import image_tree
-from pipelines.datasets.index import ImageIndex, save_index, with_classes
+from pipelines.datasets.index import ImageIndex, require_index, save_index, with_classes
 from pipelines.output import say_line
 from pipelines.verify import check, note_on_copies
 
@@ -74,6 +74,8 @@ def _checked(
     index: ImageIndex, kept: Path | None, megapixels: float = 100, backend: Backend = "auto", **options
 ) -> ImageIndex:
     """Check the images, and keep the index in `kept`."""
+    if kept is not None:
+        require_index(kept)  # before hours of decoding
     whole = check(index, backend, **options)
     checked = whole.within(megapixels)
     state = f"{len(checked.bad):,} bad" if checked.bad else "all good"

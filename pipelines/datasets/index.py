@@ -8,6 +8,7 @@ without pickles, replaced atomically and verified when it is read.
 import hashlib
 import io
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ _LARGE = 25_000_000  # pixels of an image that a note names: 75 MB decoded
 _KIND, _VERSION = "fastsuncet image index", 3
 MOST_BYTES = 16 << 30  # of a kept index: ImageNet's has 90 MB
 _MAKE = "`fastsuncet data check CONFIG` makes one"
+_OTHER = f"Delete it if it is an index ({_MAKE}). If it is another file, give data.index another name"
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +225,10 @@ def class_numbers(count: int) -> tuple[str, ...]:
 
 
 def save_index(index: ImageIndex, path: Path) -> None:
-    """Write an index of files or of tar shards to `path`. Raises CannotWrite when the disk refuses."""
+    """Write an index of files or of tar shards to `path`.
+
+    Raises CannotWrite when the disk refuses, and DataError as `require_index`.
+    """
     if index.root is None or (index.stamps is None and index.pack is None):
         raise DataError("only an index of files is kept on disk; data in memory are read again each time")
     arrays = {
@@ -248,6 +253,7 @@ def save_index(index: ImageIndex, path: Path) -> None:
     if index.pack is not None:
         arrays["shards"] = as_lines(str(path.relative_to(index.root)) for path in index.pack.paths)
         arrays |= {"shard_stamps": index.pack.stamps, "members": index.pack.members}
+    require_index(path)
     try:
         stream = io.BytesIO()
         np.savez(stream, **{key: array for key, array in arrays.items() if array is not None})
@@ -259,11 +265,24 @@ def save_index(index: ImageIndex, path: Path) -> None:
         raise CannotWrite(f"cannot write the index {path}: {error.strerror or error}. {advice}") from error
 
 
+def require_index(path: Path) -> None:
+    """Raise DataError for anything at `path` that does not begin as an index: it can be a file of the user."""
+    try:
+        if not atomic_files.exists(path):
+            return
+        with atomic_files.open_file(path, sys.maxsize) as stream:
+            why = "" if _KIND.encode("utf-32-le") in stream.read(512) else "it is damaged, or no index"
+    except OSError as error:
+        why = error.strerror
+    if why:
+        raise DataError(f"the index {path} cannot be read: {why}. {_OTHER}")
+
+
 def load_index(path: Path, *, root: Path | None = None, own: bool = False) -> ImageIndex | None:
     """Read what `save_index` wrote, None where there is no file; `root` is where the files lie now, if not as then.
 
-    With `own`, an index that this user cannot read, or another user can write, is none either, and a line says why.
-    Raises DataError: damaged, another version, or shards that have changed.
+    With `own`, an index that another user can write, or that is too large, is none either, and a line says why.
+    Raises DataError: no index, damaged, another version, or shards that have changed.
     """
     try:
         with atomic_files.open_file(path, MOST_BYTES, own=own) as stream:
@@ -273,6 +292,7 @@ def load_index(path: Path, *, root: Path | None = None, own: bool = False) -> Im
     except OSError as error:
         if not own:
             raise DataError(f"the index {path} cannot be read: {error.strerror}") from error
+        require_index(path)
         say_line(f"note: the index {path} is made anew, because {error.strerror}")
         return None
 
@@ -284,9 +304,9 @@ def _read_index(stream: BinaryIO, path: Path, root: Path | None) -> ImageIndex:
     except Exception as error:  # a damaged archive fails in as many ways as zip, zlib and NumPy have
         # Not NumPy's own text, which advises to load pickles.
         text = f"the index {path} cannot be read: it is damaged, or no index ({type(error).__name__})"
-        raise DataError(f"{text}. Delete it; {_MAKE}") from error
+        raise DataError(f"{text}. {_OTHER}") from error
     if str(arrays.get("kind")) != _KIND:
-        raise DataError(f"{path} is not an image index; {_MAKE}")
+        raise DataError(f"{path} is not an image index. {_OTHER}")
     try:
         if (version := int(arrays["version"])) != _VERSION:
             raise ValueError(f"it has version {version}, not {_VERSION}")

@@ -203,6 +203,19 @@ def test_kept_index_that_others_can_write_or_that_is_too_large_is_made_anew(
         assert len(opened().train) == 3 and capsys.readouterr().out == said
 
 
+@pytest.mark.parametrize("command", ["train run.yaml --dry-run", "data check run.yaml"])
+@pytest.mark.parametrize(
+    "make", [Path.touch, lambda path: (path.touch(), path.chmod(0o664)), lambda path: path.symlink_to(path)]
+)
+def test_file_that_is_no_index_is_never_replaced(here, capsys, command, make):
+    make(here / "mine.csv")
+    before = (here / "mine.csv").lstat().st_ino
+    assert cli.main([*command.split(), "data.index=mine.csv"]) == 3
+    out, error = capsys.readouterr()
+    assert (here / "mine.csv").lstat().st_ino == before and "give data.index another name" in error
+    assert "made anew" not in out and "decoded" not in out
+
+
 @pytest.mark.parametrize(
     ("overrides", "code", "said"),
     [
