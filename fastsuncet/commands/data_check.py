@@ -34,8 +34,8 @@ def check_config(config: Config) -> None:
     device = "cpu" if config.meta.device == "cpu" or data.backend == "torchvision" else _device()
     options = {"backend": data.backend, "device": device, "threads": decode_threads(data.decode_threads)}
     options["megapixels"] = data.max_megapixels
-    train = scanned(config, train=True) if data.pack is None else packed_index(config, scan=True)
     kept = kept_index(config)
+    train = scanned(config, train=True) if data.pack is None else packed_index(config, scan=True)
     if data.pack is not None and not kept.exists():
         kept = None  # the pack holds its index; those of other programs' shards are kept here
     # The index of a CSV's images is kept without its labels, which can change while the pixels do not.

@@ -104,9 +104,15 @@ def image_root(config: Config, *, train: bool) -> Path:
 
 
 def index_path(config: Config, folder: Path, train: bool) -> Path:
-    """Return where the index of `folder` is kept: data.index, or a file in logging.folder."""
+    """Return where the index of `folder` is kept: data.index, or a file in logging.folder.
+
+    Raises ConfigErrors where data.index is a folder.
+    """
     if config.data.index is not None and train:
-        return typed_path(config.data.index)
+        path = typed_path(config.data.index)
+        if os.path.isdir(path):
+            raise config.error("data.index", f"is a folder: give {path / 'index.npz'}")
+        return path
     # A folder in both roles has two indexes: a CSV's training images have no classes.
     role = config.data.kind if train else f"{config.data.kind}, validation"
     role += ", upright" if config.data.exif_orientation else ""

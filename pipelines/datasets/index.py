@@ -261,15 +261,25 @@ def save_index(index: ImageIndex, path: Path) -> None:
         # Whatever the umask, no other user can write it: `load_index` would refuse it.
         atomic_files.replace(path, stream.getvalue(), 0o644)
     except OSError as error:
-        advice = atomic_files.advice(error, "data.index or logging.folder")
-        raise CannotWrite(f"cannot write the index {path}: {error.strerror or error}. {advice}") from error
+        raise _cannot_write(path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> CannotWrite:
+    advice = atomic_files.advice(error, "data.index or logging.folder")
+    return CannotWrite(f"cannot write the index {path}: {error.strerror or error}. {advice}")
 
 
 def require_index(path: Path) -> None:
-    """Raise DataError for anything at `path` that does not begin as an index: it can be a file of the user."""
+    """Raise DataError for anything at `path` that does not begin as an index: it can be a file of the user.
+
+    Raises CannotWrite where the disk does not say whether anything is there.
+    """
     try:
         if not atomic_files.exists(path):
             return
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    try:
         with atomic_files.open_file(path, sys.maxsize) as stream:
             why = "" if _KIND.encode("utf-32-le") in stream.read(512) else "it is damaged, or no index"
     except OSError as error:

@@ -226,6 +226,8 @@ def test_file_that_is_no_index_is_never_replaced(here, capsys, command, make):
         ("data.kind=image_folder data.train=x/y", 3, "no class folders | data.kind: images"),
         ("data.kind=csv data.csv=no.csv", 3, "labels HERE/no.csv: No such | command line: data.csv=no.csv"),
         ("data.pack=no.tar", 3, "no pack or shard HERE/no.tar | command line: data.pack=no.tar"),
+        ("data.index=tree", 2, "data.index | is a folder: give HERE/tree/index.npz | command line: data.index=tree"),
+        (f"data.index={'x' * 256}", 5, "File name too long. A file cannot have this name there: set data.index"),
         ("data.max_megapixels=4e-5", 3, "3 images | 1.jpg: 8 x 6 pixels, more than data.max_megapixels"),
         ("criterion.supervised_epochs=all data.split.kind=all", 2,
          "supervised_epochs=all | must be 0 with data.kind: images, which reads no labels; use csv | be none with"),
