@@ -228,7 +228,7 @@ def _listed(root: Path, *, classes: bool) -> tuple[list[str], dict[str, int]]:
             if is_link and os.path.isdir(entry.path):
                 raise DataError(
                     f"{entry.path} is a link to a folder; links to folders are not followed, so that nothing outside "
-                    f"{root} is read and nothing twice. Point data.root at the folder itself, or make a copy of hard "
+                    f"{root} is read and nothing twice. Give the path of that folder itself, or make a copy of hard "
                     f"links, which takes no space: cp -rlL SOURCE TARGET"
                 )
             if entry.is_dir(follow_symlinks=False):
