@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from pipelines.data_errors import DataError
+from pipelines.output import counted, first_five
 
 
 def as_lines(names: Iterable[str]) -> np.ndarray:
@@ -14,11 +15,12 @@ def as_lines(names: Iterable[str]) -> np.ndarray:
     Raises DataError for a name with a line break or that is not UTF-8: it could not stand in a list or a CSV either.
     """
     names = list(names)
-    # All at once, because a million of them take seconds; one by one only to find the wrong one.
+    # All at once, because a million of them take seconds; one by one only to find the wrong ones.
     lines = _joined(names)
     if lines is None:
-        wrong = next(name for name in names if _joined([name]) is None)
-        raise DataError(f"a name has a line break in it or is not UTF-8, rename it: {wrong!r}")
+        wrong = [repr(name) for name in names if _joined([name]) is None]
+        count = counted(len(wrong), "name")
+        raise DataError(f"{count} with a line break or not in UTF-8, to be renamed: {first_five(wrong)}")
     return np.frombuffer(lines, np.uint8)
 
 

@@ -54,9 +54,12 @@ def test_names_come_back_from_their_lines(names):
 
 
 def test_names_refuse_what_cannot_be_a_line():
-    for name in ("two\nlines", "two\rlines", os.fsdecode(b"caf\xe9.jpg")):
-        with pytest.raises(DataError, match="rename"):
+    wrong = ["two\nlines", "two\rlines", os.fsdecode(b"caf\xe9.jpg")]
+    for name in wrong:
+        with pytest.raises(DataError, match="1 name with"):
             as_lines(["good", name])
+    with pytest.raises(DataError, match=r"^9 names with .* renamed: .*'caf\\udce9.jpg'.* and 4 more$"):
+        as_lines(["good", *wrong * 3])
     with pytest.raises(DataError, match="cut off"):
         from_lines(as_lines(["one", "two"])[:-1])
 
