@@ -17,6 +17,8 @@ from pipelines.datasets.image_headers import EXTENSIONS, NOT_READ
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.names import leaves_root, listed_lines
 
+_MARKS = ",;\t"  # between the columns
+_HEADERS = tuple(f"file{mark}label" for mark in _MARKS)
 _SHOWN = 20  # wrong lines that a message shows; the rest are counted
 
 
@@ -25,10 +27,11 @@ def with_csv_labels(
 ) -> ImageIndex:
     """Return the same images with the labels of a CSV of (file, label), and no others.
 
-    The table is UTF-8 with the header `file,label`, or with semicolons or tabs for the commas. A file is a path below
-    the index's root with "/"; a label is any text, without the spaces around it. Classes are the labels in sorted
-    order, or `classes` where a training set has fixed them. A file can be listed again with the same label, and the
-    header can come again, also with another separator. Empty lines and empty columns at the end are left out.
+    The table is UTF-8 with the header `file,label` in any letter case, or with semicolons or tabs for the commas. A
+    file is a path below the index's root with "/"; a label is any text, without the spaces around it. Classes are the
+    labels in sorted order, or `classes` where a training set has fixed them. A file can be listed again with the same
+    label, and the header can come again, also with another separator. Empty lines and empty columns at the end are left
+    out.
 
     Raises DataError with every wrong line at once, by number.
     """
@@ -123,6 +126,8 @@ def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[in
             elif len(cells) != 2:
                 fix = "quote a name that has the separator in it, or add a missing line break"
                 wrong.append((line, f"{len(cells)} columns instead of file,label: {fix}"))
+            elif label.lower().endswith(_HEADERS):
+                wrong.append((line, "the label ends in a header: add the missing line break before it"))
             elif "\n" in label or "\r" in label:
                 wrong.append((line, "the label has a line break in it: is a quote not closed?"))
             else:
@@ -148,7 +153,8 @@ def _rows(table: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
     heads = [(i, mark) for i, line in enumerate(lines) if (mark := _separator(line))]
     if not heads or heads[0][0] > 0:
         first = lines[0].strip("\ufeff \r\n") if lines else ""
-        raise DataError(f"{table}: the first line must be `file,label`, not {first!r}")
+        hint = "Write this header, with no line above it and these two columns only, in this order"
+        raise DataError(f"{table}: the first line must be `file,label`, not {first!r}. {hint}")
     for (head, mark), end in zip(heads, [*(i for i, _ in heads[1:]), len(lines)]):
         reader = csv.reader(lines[head + 1 : end], delimiter=mark, strict=True, skipinitialspace=True)
         yield from ((head + 1 + reader.line_num, cells) for cells in reader if any(cells))
@@ -157,8 +163,8 @@ def _rows(table: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
 def _separator(line: str) -> str | None:
     """Return what separates the columns of the header `file,label`; None of another line."""
     # A spreadsheet writes a byte-order mark before it, and semicolons where the decimal sign is a comma.
-    for mark in ",;\t" if line.lstrip('\ufeff" ').startswith("file") else "":
-        words = [cell.strip('\ufeff" \r\n') for cell in line.split(mark)]
+    for mark in _MARKS if line.lstrip('\ufeff" ')[:4].lower() == "file" else "":
+        words = [cell.strip('\ufeff" \r\n').lower() for cell in line.split(mark)]
         if words[:2] == ["file", "label"] and not any(words[2:]):
             return mark
     return None

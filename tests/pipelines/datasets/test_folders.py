@@ -326,7 +326,7 @@ def test_image_tree_has_all_images_and_no_label(tree):
 def test_csv_labels_are_any_text_in_sorted_order(tree, tmp_path):
     csv = table(
         tmp_path / "labels.csv",
-        "file, label",
+        "File, Label",
         "x/2.jpg,zebra",
         "",
         'caf\xe9/4.jpg, "big, red ""cat"""',
@@ -384,6 +384,7 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
         "5.heic,cat": "5.heic is of a kind that is not read: convert it to JPEG or PNG",
         "file;label": None,  # one table appended to another
         "x/2.jpg;": "no label: write one, or remove the line",
+        "x/2.jpg;catFile,label": "the label ends in a header: add the missing line break before it",
     }
     csv = table(tmp_path / "labels.csv", "file,label", *lines)
     index = image_tree(tree)
@@ -391,7 +392,7 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
     with pytest.raises(DataError) as error:
         with_csv_labels(index, csv)
     wrong = [f"  line {line}: {said}" for line, said in enumerate(lines.values(), 2) if said]
-    assert str(error.value).splitlines() == [f"{csv} has 18 wrong lines:", *wrong]
+    assert str(error.value).splitlines() == [f"{csv} has 19 wrong lines:", *wrong]
 
 
 def test_csv_names_that_differ_in_folders_only_are_matched_in_seconds(tmp_path):
@@ -415,7 +416,7 @@ def test_csv_names_that_differ_in_folders_only_are_matched_in_seconds(tmp_path):
         (b"", "first line must be `file,label`, not ''"),
         (b"1.jpg,cat\n", "first line must be `file,label`, not '1.jpg,cat'"),
         (b"\xef\xbb\xbfDatei;Klasse\r\n1.jpg;cat\r\n", "first line must be `file,label`, not 'Datei;Klasse'"),
-        (b"file;label;sure\n1.jpg;cat;1\n", "first line must be `file,label`, not 'file;label;sure'"),
+        (b"file;label;sure\n1.jpg;cat;1\n", "not 'file;label;sure'. Write .* these two columns only"),
         (b"file,label\n", "no line after it"),
         (b"file,label\n1.jpg,caf\xe9\n", "not a CSV in UTF-8"),
         ("file,label\n".encode("utf-16"), r"\(byte 0xff on line 1\): save it as UTF-8"),
