@@ -28,10 +28,10 @@ def with_csv_labels(
     """Return the same images with the labels of a CSV of (file, label), and no others.
 
     The table is UTF-8 with the header `file,label` in any letter case, or with semicolons or tabs for the commas. A
-    file is a path below the index's root with "/"; a label is any text, without the spaces around it. Classes are the
-    labels in sorted order, or `classes` where a training set has fixed them. A file can be listed again with the same
-    label, and the header can come again, also with another separator. Empty lines and empty columns at the end are left
-    out.
+    file is a path below the index's root with "/"; a label is any text without invisible characters, less the spaces
+    around it. Classes are the labels in sorted order, or `classes` where a training set has fixed them. A file can be
+    listed again with the same label, and the header can come again, also with another separator. Empty lines and empty
+    columns at the end are left out.
 
     Raises DataError with every wrong line at once, by number.
     """
@@ -130,6 +130,8 @@ def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[in
                 wrong.append((line, "the label ends in a header: add the missing line break before it"))
             elif "\n" in label or "\r" in label:
                 wrong.append((line, "the label has a line break in it: is a quote not closed?"))
+            elif not label.isprintable() and any(map(_invisible, label)):
+                wrong.append((line, f"the label {label!r} has an invisible character: remove it"))
             else:
                 usable.append(line)
                 names.append(name)
@@ -143,6 +145,11 @@ def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[in
     except csv.Error as error:
         raise DataError(f"{table} is not a CSV: {error}. Is a quote not closed?") from error
     return usable, names, labels, wrong
+
+
+def _invisible(character: str) -> bool:
+    # Spaces of other widths are seen, and words in Persian and Hindi need the two joiners.
+    return unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character not in "\u200c\u200d"
 
 
 def _rows(table: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:

@@ -331,6 +331,7 @@ def test_csv_labels_are_any_text_in_sorted_order(tree, tmp_path):
         "",
         'caf\xe9/4.jpg, "big, red ""cat"""',
         "1.jpg, zebra\xa0",
+        "x/y/3.jpg,گربه\u200cها",
         "\ufefffile;label",  # one table appended to another
         "x/2.jpg;zebra",
         '"file"\t"label"',
@@ -339,8 +340,8 @@ def test_csv_labels_are_any_text_in_sorted_order(tree, tmp_path):
     )
     index = image_tree(tree)
     labeled = with_csv_labels(index, csv)
-    assert labeled.classes == ('big, red "cat"', "zebra")
-    assert labeled.labels.tolist() == [1, 0, 1, -1]
+    assert labeled.classes == ('big, red "cat"', "zebra", "گربه\u200cها")
+    assert labeled.labels.tolist() == [1, 0, 1, 2]
     other = with_csv_labels(labeled, table(tmp_path / "b.csv", "file,label", "x/2.jpg,dog"))
     assert other.labels.tolist() == [-1, -1, 0, -1] and other.classes == ("dog",)
     assert other.sizes is index.sizes and index.labels.tolist() == [-1] * 4
@@ -382,6 +383,7 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
         "1.jpg ,cat": f"no image 1.jpg  under {tree}; did you mean 1.jpg?",
         "x/2,cat": f"no image x/2 under {tree}; did you mean x/2.jpg?",
         "5.heic,cat": "5.heic is of a kind that is not read: convert it to JPEG or PNG",
+        "x/2.jpg,c\u200bat": "the label 'c\\u200bat' has an invisible character: remove it",
         "file;label": None,  # one table appended to another
         "x/2.jpg;": "no label: write one, or remove the line",
         "x/2.jpg;catFile,label": "the label ends in a header: add the missing line break before it",
@@ -392,7 +394,7 @@ def test_every_wrong_line_of_a_csv_is_named_at_once(tree, tmp_path):
     with pytest.raises(DataError) as error:
         with_csv_labels(index, csv)
     wrong = [f"  line {line}: {said}" for line, said in enumerate(lines.values(), 2) if said]
-    assert str(error.value).splitlines() == [f"{csv} has 19 wrong lines:", *wrong]
+    assert str(error.value).splitlines() == [f"{csv} has 20 wrong lines:", *wrong]
 
 
 def test_csv_names_that_differ_in_folders_only_are_matched_in_seconds(tmp_path):
