@@ -161,8 +161,9 @@ def test_sweep_ends_with_the_exit_code_of_a_failure(script, capsys, codes, keep_
     assert sweep(written(TWO), keep_going=keep_going) == ends
     assert script.ran == ran
     if len(codes) == 2:
-        message = f"{FIRST}: evaluate knn failed with exit code {ends}; see its message above"
-        assert message in capsys.readouterr().out
+        failed = f"failed with exit code {ends}"
+        said, table = capsys.readouterr().out.split("\n\n")
+        assert f"{FIRST}: evaluate knn {failed}; see its message above" in said and failed in table
 
 
 def test_sweep_says_a_damaged_checkpoint_goes_on_and_repeats_nothing(script, capsys):

@@ -8,7 +8,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from fastsuncet.commands.sweep.jobs import job_state
@@ -54,17 +54,20 @@ def sweep(
                 say_line(_command_line(job))
         say_line(f"\ndry run: {_counted(runs)}; every config is valid, nothing was started")
         return 0
-    code = 0
+    code, failures = 0, {}
     if not show:
-        code = _work(runs, keep_going)
+        code = _work(runs, keep_going, failures)
         say_line("")
-    for line in _table(runs):
+    for line in _table(runs, failures):
         say_line(line)
     return code
 
 
-def _work(runs: Sequence[Run], keep_going: bool) -> int:
-    """Start what is not done, in order, and return the exit code. A run whose command failed is not continued."""
+def _work(runs: Sequence[Run], keep_going: bool, failures: dict[tuple[str, ...], int]) -> int:
+    """Start what is not done, in order, and return the exit code. A run whose command failed is not continued.
+
+    Adds to `failures` the arguments of each job that failed, and its exit code.
+    """
     failed = 0
     with Children() as children:
         for number, run in enumerate(runs, 1):
@@ -82,6 +85,7 @@ def _work(runs: Sequence[Run], keep_going: bool) -> int:
                         return code
                     if code:
                         failed = failed or code
+                        failures[job.arguments] = code
                         say_line(f"{lead} {job.command} failed with exit code {code}; see its message above")
                         if not keep_going or children.requested is not None:
                             return failed
@@ -141,13 +145,15 @@ def _counted(runs: Sequence[Run]) -> str:
     return f"{counted(len(runs), 'run')}, {counted(sum(len(run.jobs) for run in runs), 'command')}"
 
 
-def _table(runs: Sequence[Run]) -> list[str]:
-    """Return lines with every command of every run and its state."""
+def _table(runs: Sequence[Run], failures: Mapping[tuple[str, ...], int]) -> list[str]:
+    """Return lines with every command of every run and its state, or the code with which it has just failed."""
     rows, left = [("run", "command", "state")], 0
     for run in runs:
         for job in run.jobs:
             title, state = " ".join([job.command, *job.own, *job.options]), job_state(job)
-            rows.append((run.name if job is run.jobs[0] else "", title, state.text))
+            code = failures.get(job.arguments)
+            text = state.text if code is None else f"failed with exit code {code}"
+            rows.append((run.name if job is run.jobs[0] else "", title, text))
             left += not state.done
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}".rstrip() for a, b, c in rows]
