@@ -88,7 +88,17 @@ def _with_validation(config: Config, train: ImageIndex, split: Split) -> Images:
         chosen = draw_held_out(train, split, config.data.validation, config.data.split.seed)
         labels = train.labels[chosen]
     else:
-        chosen, labels = validated_by(train, typed_path(config.data.validation_table))
+        table = typed_path(config.data.validation_table)
+        try:
+            chosen, labels = validated_by(train, table)
+        except DataError as error:
+            from fastsuncet.data.learned_labels import HELD_OUT  # imports this module
+
+            if table.name == HELD_OUT and table.is_file():
+                again = f"`fastsuncet init` again, with --weights {table.parent} and a new --output NAME.yaml"
+                remedy = f"Run {again}: it writes what still fits to NAME-{HELD_OUT}"
+                error.args = (f"{error}\nA run has written this file: leave it. {remedy}",)
+            raise
     return Images(*without(train, split, chosen), replace(train.take(chosen), labels=labels))
 
 

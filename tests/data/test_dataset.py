@@ -97,6 +97,7 @@ def test_validation_by_a_table_and_by_a_folder_elsewhere(here, capsys):
     ("validation", "said"),
     [
         ("check.csv", "label 'cow' is not one of the 2 classes"),
+        ("held_out.csv", "--weights HERE and a new --output NAME.yaml: it writes what still fits"),
         ("0.6", "dog: no labeled image would be left to train on"),
         ("gone.csv", "cannot read the labels"),
     ],
@@ -105,10 +106,12 @@ def test_validation_that_is_refused_names_its_key(here, validation, said):
     csv = [*labeled_tree(here), "data.bad_images=4"]
     for name in ("dog0", "dog1", "dog2", "dog3"):
         (here / "flat" / f"{name}.jpg").write_bytes(b"")
-    (here / "check.csv").write_text("file,label\ncat0.jpg,cow\n")
+    for name in ("check.csv", "held_out.csv"):
+        (here / name).write_text("file,label\ncat0.jpg,cow\n")
     with pytest.raises(DataError) as caught:
         opened(*csv, f"data.validation={validation}", validation=True)
-    assert said in str(caught.value) and f"data.validation={validation}" in str(caught.value)
+    error = str(caught.value).replace(str(here), "HERE")
+    assert said in error and f"data.validation={validation}" in error
 
 
 def test_shards_need_no_root(here):
