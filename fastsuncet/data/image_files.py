@@ -63,7 +63,7 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
     """Return the images below a folder from its kept index, or scan and keep them; those of a CSV without labels."""
     folder = image_root(config, train=train)
     kept = index_path(config, folder, train)
-    with config.naming("data.root"):
+    with config.naming("data.index" if train and config.data.index else "data.root"):
         index = load_index(kept, root=folder, own=scan)
     if index is None and not scan:
         raise DataError(

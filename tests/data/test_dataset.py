@@ -216,7 +216,7 @@ def test_file_that_is_no_index_is_never_replaced(here, capsys, command, make):
     assert cli.main([*command.split(), "data.index=mine.csv"]) == 3
     out, error = capsys.readouterr()
     assert (here / "mine.csv").lstat().st_ino == before and "give data.index another name" in error
-    assert "made anew" not in out and "decoded" not in out
+    assert "made anew" not in out and "decoded" not in out and "data.root" not in error
 
 
 @pytest.mark.parametrize(
