@@ -18,6 +18,8 @@ from pipelines.datasets.index import ImageIndex, with_classes
 from pipelines.datasets.label_splits import Split, draw_held_out, labeled_split, validated_by, without
 from pipelines.output import say_once
 
+HELD_OUT = "held_out.csv"  # of a run: see learned_labels.py
+
 
 @dataclass(frozen=True)
 class Images:
@@ -92,8 +94,6 @@ def _with_validation(config: Config, train: ImageIndex, split: Split) -> Images:
         try:
             chosen, labels = validated_by(train, table)
         except DataError as error:
-            from fastsuncet.data.learned_labels import HELD_OUT  # imports this module
-
             if table.name == HELD_OUT and table.is_file():
                 again = f"`fastsuncet init` again, with --weights {table.parent} and a new --output NAME.yaml"
                 remedy = f"Run {again}: it writes what still fits to NAME-{HELD_OUT}"

@@ -17,7 +17,7 @@ import numpy as np
 
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
-from fastsuncet.data.dataset import Images
+from fastsuncet.data.dataset import HELD_OUT, Images
 from fastsuncet.distributed.place import Place
 from fastsuncet.paths import typed_path
 from pipelines import atomic_files
@@ -25,7 +25,7 @@ from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.label_splits import stratified
 from pipelines.output import csv_table, say_once
 
-LEARNED, HELD_OUT, BYTES = "learned.csv", "held_out.csv", "labeled_bytes.csv"
+LEARNED, BYTES = "learned.csv", "labeled_bytes.csv"
 Rows = dict[str, tuple[str, int]]  # file -> its label and its length in bytes, 0 where that is not known
 MOST = 200_000  # labels of a table. A run with more has none, and all labels count as learned
 
