@@ -13,6 +13,7 @@ from torch import Tensor
 
 FOLDS = 5
 BINS, IN_BIN = 15, 20  # of the calibration error: at most so many bins, and at least so many images in each
+FEW_JUDGED = 100  # images: with fewer, the standard error of an accuracy is 5 points and more
 COLDEST, HOTTEST = 1e-6, 1e6  # temperatures
 # Masks (N,) bool of the images to learn from and of those left out -> a row for each of the latter.
 Classify = Callable[[Tensor, Tensor], Tensor]
@@ -25,10 +26,12 @@ class Calibration(NamedTuple):
     error: float
     error_before: float
 
-    def __str__(self) -> str:
+    def said_of(self, images: int) -> str:
+        """Return it in words; `images` it was fitted to."""
+        few = f"; {images} images tell this only roughly" if images < FEW_JUDGED else ""
         return (
             f"probabilities are off by {100 * self.error:.1f} points on average, "
-            f"{100 * self.error_before:.1f} before temperature {self.temperature:.2f}"
+            f"{100 * self.error_before:.1f} before temperature {self.temperature:.2f}{few}"
         )
 
 

@@ -44,7 +44,6 @@ from pipelines.verify import check
 FOLDER = "classifier"  # in the run's folder
 LINEAR, NEIGHBORS = "linear", "PAWS's nearest neighbors"
 Known = str | tuple[str, int]  # an image by its path; one of a pack by its name and length in bytes
-FEW_JUDGED = 100  # images: with fewer, the standard error of an accuracy is 5 points and more
 
 
 @dataclass(frozen=True, eq=False)
@@ -366,11 +365,10 @@ def _about(
     by += f"; the network has learned from the other {learned:,}" if learned else ""
     right, counted = accuracy * judged, judged + alone
     low, high = (100 * x for x in wilson_interval(right, counted))
-    few = f"; {judged} images tell this only roughly" if judged < FEW_JUDGED else ""
     return [
         *lines,
         f"expected     {100 * right / counted:.1f} % right, 95 % interval {low:.1f} to {high:.1f} ({by})",
-        f"calibration  {calibration}{few}",
+        f"calibration  {calibration.said_of(judged)}",
     ]
 
 

@@ -183,7 +183,7 @@ def test_read_runs_takes_lines_of_metrics_that_hold_anything():
     lines += [{"step": step, "kind": "knn"} | KNN | change for step, change in enumerate(changes)]
     write_lines(run, *lines)
     labels = {"kind": "stratified", "fraction": 0.05, "count": 80}  # some are validation images
-    result(run, 9, 0.5, labels=labels, asked={"data.split.images": 100})
+    result(run, 9, 0.5, labels=labels, asked={"data.split.images": 125, "data.validation": 0.2})
     evaluated, curve = read_runs([run])[0]
     assert curve.measurement.labels == evaluated.measurement.labels == "100 labels"
     assert ["hours" in point.costs for point in curve.points] == [True, False, False]
@@ -199,7 +199,9 @@ def test_read_runs_averages_the_seeds_of_a_draw_and_no_other_labels():
         *((0.3, "csv", 0.0, 3, "dd"), (0.9, "csv", 1.0, 1600, "ee")),
     ):
         labels = {"kind": kind, "fraction": share, "count": count} | ({"names": names} if names else {})
-        result(run, 10, top1, labels=labels)
+        # Each seed holds out other images.
+        held_out = {"validation": f"{count}", "asked": {"data.validation": 0.2}} if kind == "bernoulli" else {}
+        result(run, 10, top1, labels=labels, **held_out)
     found = {
         ", ".join(curve.measurement[1:]): curve.points[0].metrics["top1"] for curve in read_runs([run])[0]
     }

@@ -224,8 +224,8 @@ def test_voc_is_chosen_on_val_and_tested_by_its_own_metric(top, tmp_path):
 def test_results_of_data_sets_saved_at_the_same_moment_or_after_a_move_are_kept(tmp_path, monkeypatch):
     retrained = {**dict.fromkeys(transfer.FROM_RETRAINED, 1), "metric": 0.5, "images": 9}
 
-    def save(name: str, top: Path = tmp_path / "old") -> None:
-        config = small_config(top)
+    def save(name: str, top: Path = tmp_path / "old", *overrides: str) -> None:
+        config = small_config(top, *overrides)
         source = f"{config.run_folder}/checkpoints/step_00000010"
         encoder = types.SimpleNamespace(record=lambda: {"source": source, "step": 10})
         task = types.SimpleNamespace(name=name, title="top-1")
@@ -249,6 +249,9 @@ def test_results_of_data_sets_saved_at_the_same_moment_or_after_a_move_are_kept(
     save("voc07", tmp_path / "new")
     (result,) = read_results(small_config(tmp_path / "new").run_folder)
     assert result["metrics"] == {"cifar10": 0.5, "cifar100": 0.5, "voc07": 0.5} and result["images"] == 27
+    # Of a file of weights the config says the pixels, and other ones are another result.
+    save("cifar10", tmp_path / "new", "data.augmentation.std=[0.5,0.5,0.5]")
+    assert len(read_results(small_config(tmp_path / "new").run_folder)) == 2
 
 
 def test_transfer_names_what_is_missing_before_the_first_cell(top, tmp_path, capsys, monkeypatch):

@@ -194,7 +194,8 @@ def methods_tables(panels: list[Panel], metric: str) -> tuple[Table, Table]:
             spreads = [[scale(metric) / 100 * value for value in last.metrics.get(m, ())] for m in shown]
             accuracies = [percent(values, unit="") if values else "-" for values in spreads]
             words.append([*map(str, start), *map(_number, COSTS, costs), *accuracies])
-            numbers.append([*start, *costs, *(last.mean(m) if m in last.metrics else None for m in shown)])
+            means = (scale(m) * last.mean(m) if m in last.metrics else None for m in shown)
+            numbers.append([*start, *costs, *means])
     return (head, words), (head, numbers)
 
 

@@ -51,8 +51,11 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
     several = len(set(images.values())) > 1
     records = {run: read_results(run) for run in configs}
     for run, found in records.items():
-        for setting in (record["setting"] for record in found if record["kind"] != "transfer"):
-            setting["data"] = setting.pop("validation", images[run])
+        for record in (record for record in found if record["kind"] != "transfer"):
+            held_out = record["setting"].pop("validation", images[run])
+            # A share of the labels is another draw with each seed.
+            share = type(record.get("asked", {}).get("data.validation")) is float
+            record["setting"]["data"] = images[run] if share else held_out
     # Over all runs: a setting that differs in one of them makes two measurements in all of them.
     splitting, notes = compare_settings([record for found in records.values() for record in found])
     homes: dict[Path, tuple[str, str, Config | None]] = {
@@ -115,7 +118,8 @@ def _online(run: Path, config: Config, data: str) -> Iterator[tuple[Measurement,
     """Yield the k-NN accuracies of a run's own metrics lines; `data` belongs to the variant of the measurement."""
     split = config.data.split
     kind = "all" if split.kind == "none" else split.kind
-    known = labels_text({"kind": kind, "fraction": split.fraction, "count": split.images})
+    count = drawn(split.images, config.data.validation)
+    known = labels_text({"kind": kind, "fraction": split.fraction, "count": count})
     labels = known or f"labels of {Path(split.file or config.data.csv or split.kind).name}"
     lines = writer.read(run / writer.JSONL, KNN) if (run / writer.JSONL).is_file() else []
     for line in map(numbers, lines):
@@ -153,8 +157,15 @@ def read_config(folder: Path) -> Config:
 def measurement_of(record: Json) -> Measurement:
     """Return what was measured, without its variant."""
     # As `_online` does: data.validation can have taken some of the images that were drawn.
-    drawn = {"count": count} if (count := record.get("asked", {}).get("data.split.images")) else {}
-    return Measurement(record["kind"], labels_text(record["labels"] | drawn))
+    asked = record.get("asked", {})
+    count = drawn(asked.get("data.split.images"), asked.get("data.validation"))
+    return Measurement(record["kind"], labels_text(record["labels"] | ({"count": count} if count else {})))
+
+
+def drawn(images: int | None, validation: Any) -> int | None:
+    """Return the labels to learn from of a draw of `images`, None without one; data.validation can be a share of it."""
+    share = validation if images and type(validation) is float else 0.0
+    return images and images - round(share * images)
 
 
 def setting_of(record: Json) -> Json:

@@ -288,7 +288,8 @@ def accuracy_lines(record: dict[str, Any]) -> list[str]:
     if "top5" in metrics:
         parts.append(f"top 5 {100 * metrics['top5']:.2f} %")
     parts.append(f"on the training crops {100 * tuned['train_accuracy']:.1f} %")
-    lines = [f"top 1    {'; '.join(parts)}", f"calibration  {Calibration(**record['calibration'])}"]
+    calibration = Calibration(**record["calibration"]).said_of(images)
+    lines = [f"top 1    {'; '.join(parts)}", f"calibration  {calibration}"]
     if count := record.get("learned"):
         lines.append(
             f"note     the encoder has learned from {count:,} of these labels before: the accuracy on other images is "

@@ -320,7 +320,7 @@ def save_result(dataset: DatasetGrid, validated: CellResult, retrained: CellResu
     `labels` is empty: a transfer learns from all labels of another data set. Raises CheckpointError.
     """
     config, name = dataset.config, dataset.task.name
-    run, t = config.run_folder, config.transfer
+    run, t, a = config.run_folder, config.transfer, config.data.augmentation
     record = {
         "kind": "transfer",
         "metrics": {name: retrained["metric"]},
@@ -330,6 +330,8 @@ def save_result(dataset: DatasetGrid, validated: CellResult, retrained: CellResu
         "setting": {
             **{key: getattr(t, key) for key in ("steps", "momentum", "size", "resize", "validation")},
             "batch": config.finetune.batch_size,
+            "mean": list(a.mean),
+            "std": list(a.std),
             **{key: getattr(config.meta, key) for key in ("precision", "seed")},
             "processes": dataset.place.world_size,
             "learning_rates": sorted(t.learning_rates),
