@@ -100,6 +100,7 @@ def test_kubernetes_job_restarts_after_75_and_fails_after_errors():
     actions = {tuple(rule["onExitCodes"]["values"]): rule["action"] for rule in rules}
     assert actions == {(2, 3, 4, 5): "FailJob", (75,): "Ignore"}
     pod = job["spec"]["template"]["spec"]
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"  # else the cache is trusted once
     (container,) = pod["containers"]
     # What was compiled outlives the pod: it is in the volume of the runs.
     assert all(each["value"].startswith("/runs/.cache") for each in container["env"])

@@ -82,13 +82,19 @@ def disk_errors(path: Path, setting: str = "logging.folder") -> Iterator[None]:
 def refuse_existing(output: Path, force: bool | None) -> None:
     """Raise ConfigError for something at `output` that --force, None where there is none, does not let be replaced.
 
-    Raises CheckpointError where nothing can be written, before the work and not after it.
+    Raises as `require_writable`.
     """
     with disk_errors(output, "--output"):
         if not force and atomic_files.exists(output):
             remedy = "remove it" if force is None else "add --force to replace it"
             raise ConfigError(f"--output {output} exists. Choose another name, or {remedy}")
-        folder = next(folder for folder in output.absolute().parents if atomic_files.exists(folder))
+    require_writable(output, "--output")
+
+
+def require_writable(path: Path, setting: str = "logging.folder") -> None:
+    """Raise CheckpointError where `path`, which `setting` names, cannot be written: before the work, not after it."""
+    with disk_errors(path, setting):
+        folder = next(folder for folder in path.absolute().parents if atomic_files.exists(folder))
         with tempfile.TemporaryFile(dir=folder):
             pass
 

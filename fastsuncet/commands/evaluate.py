@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fastsuncet.checkpoint.run_folder import on_rank_0, require_writable
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import Images, open_images, validates
@@ -16,7 +17,7 @@ from fastsuncet.evaluation.confusion import write_with_picture, written
 from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
 from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.protocols import accuracy, cross_validated, knn, linear, npi
-from fastsuncet.metrics.results import send_results
+from fastsuncet.metrics.results import FOLDER, send_results
 from fastsuncet.metrics.trackers import require_packages
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import class_numbers
@@ -54,7 +55,9 @@ def evaluate(
     with as_rank(config, arguments) as place:
         chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
         first = load_encoder(chosen[0], config)
-        _network(first, kind, config)  # a wrong file is refused before a million images are opened
+        # A wrong file or folder is refused before a million images are opened.
+        _network(first, kind, config)
+        on_rank_0(place, lambda: require_writable(config.run_folder / FOLDER / "result.json"))
         images = open_images(config, place, validation=not alone)
         for path in chosen:
             found = first if path == chosen[0] else load_unless_gone(place, path, config)

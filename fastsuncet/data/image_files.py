@@ -67,8 +67,8 @@ def file_index(config: Config, *, train: bool, scan: bool) -> ImageIndex:
         index = load_index(kept, root=folder, own=scan)
     if index is None and not scan:
         raise DataError(
-            f"rank 0 has written the index {kept}, which this rank cannot see: put logging.folder, or data.index, on a "
-            "file system that all machines share"
+            f"rank 0 has written an index, and this rank cannot see {kept}: put logging.folder, or data.index, on a "
+            "file system that all machines share, where data.root is the same path on each"
         )
     if index is None:
         index = scanned(config, train=train)

@@ -263,7 +263,7 @@ def explain_error(error: BaseException) -> BaseException:
     text = str(error) if isinstance(error, RuntimeError) else ""
     if re.search(r"Connection (closed|reset)|NCCL.*(remote|abort)", text):
         return FastSuncetError(
-            "another rank has ended, and this one with it; the other rank's message has the reason"
+            "another rank has ended, and this one with it; its message has the reason, unless it was killed"
         )
     if "shared memory segment" in text:
         return ConfigError(

@@ -52,6 +52,13 @@ def results(folder) -> dict[str, dict]:
     return {f"{one['kind']} {one['encoder']['step']}": one for one in read_results(folder / "digits_demo")}
 
 
+def test_evaluate_refuses_where_it_cannot_write_before_it_opens_images(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fastsuncet.commands.evaluate.open_images", None)
+    (tmp_path / "digits_demo").touch()
+    code, _, err = evaluate(tmp_path, capsys, "knn", "--encoder", str(folder / "digits_demo"))
+    assert code == 5 and "results/result.json cannot be written" in err
+
+
 @pytest.mark.parametrize("kind", ["knn", "npi", "linear"])
 def test_evaluate_prints_and_writes_its_number(folder, capsys, kind):
     code, out, err = evaluate(folder, capsys, kind, "logging.tensorboard=true")

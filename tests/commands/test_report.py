@@ -200,7 +200,9 @@ def test_read_runs_averages_the_seeds_of_a_draw_and_no_other_labels():
     ):
         labels = {"kind": kind, "fraction": share, "count": count} | ({"names": names} if names else {})
         # Each seed holds out other images.
-        held_out = {"validation": f"{count}", "asked": {"data.validation": 0.2}} if kind == "bernoulli" else {}
+        held_out = (
+            {"validation": f"{count}", "asked": {"data.validation": 0.2}} if kind == "bernoulli" else {}
+        )
         result(run, 10, top1, labels=labels, **held_out)
     found = {
         ", ".join(curve.measurement[1:]): curve.points[0].metrics["top1"] for curve in read_runs([run])[0]
