@@ -1,11 +1,9 @@
 """What `fastsuncet init` looks at: the images with their labels, the machine, and the weights that can be had."""
 
-import math
 import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -19,6 +17,7 @@ from fastsuncet.models import timm_backbone
 from fastsuncet.models.flops import network_cost
 from fastsuncet.models.resnet import WIDTHS, build_model
 from fastsuncet.training.determinism import PRECISIONS, native_precision
+from fastsuncet.tuning.trials import seconds
 from pipelines import atomic_files
 from pipelines.backend import cores
 from pipelines.data_errors import DataError
@@ -148,27 +147,25 @@ def machine() -> Machine:
             f"{'note':<9}{load:.0f} processes are running on {count} cores: the timed step and so the hours are long"
         )
     if device.type == "cpu":
-        speed = _timed_step("cpu", 64, 16)
+        speed = _timed_step(device, 64, 16)
         return Machine("cpu", f"CPU, {cores()} cores", 1, atomic_files.MEMORY, cores(), speed)
     card = torch.cuda.get_device_properties(device)
-    speed = _timed_step("cuda", 224, 128)
+    speed = _timed_step(device, 224, 128)
     return Machine("cuda", card.name, torch.cuda.device_count(), card.total_memory, cores(), speed)
 
 
-def _timed_step(device: Literal["cpu", "cuda"], size: int, images: int) -> float:
+def _timed_step(device: torch.device, size: int, images: int) -> float:
     """Return the multiply-adds a second of the fastest of three passes, forward and backward, in a run's precision."""
-    dtype = PRECISIONS[native_precision(torch.device(device))[0]]
+    dtype = PRECISIONS[native_precision(device)[0]]
     network = build_model("resnet18").encoder.to(device).to(memory_format=torch.channels_last)
     pixels = torch.zeros(images, 3, size, size, device=device).to(memory_format=torch.channels_last)
-    seconds = math.inf
-    for _ in range(3):
-        began = time.perf_counter()
-        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             network(pixels).float().sum().backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds = min(seconds, time.perf_counter() - began)
-    return 3 * images * network_cost("resnet18", "imagenet", size).encoder_macs / seconds
+
+    fastest = min(seconds(step, 1, device) for _ in range(3))
+    return 3 * images * network_cost("resnet18", "imagenet", size).encoder_macs / fastest
 
 
 def weights(asked: str | None) -> tuple[Weights | None, str]:
