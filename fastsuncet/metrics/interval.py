@@ -6,7 +6,6 @@ GPU reaches the first one when all earlier work is done, and the second one when
 order themselves on this stream). In the time between it does nothing but wait, for a slow loader or a slow host.
 """
 
-import os
 import resource
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.distributed.collectives import all_gather_rows, world_size
+from pipelines.atomic_files import MEMORY
 
 # The memory that a container (cgroup v2) is given; "max" has no limit.
 LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -149,8 +149,7 @@ def memory_of(device: torch.device) -> int:
     """Return the bytes of memory of a GPU, or those that this machine or its container has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        return min(whole, int(LIMIT.read_text(encoding="utf-8")))
+        return min(MEMORY, int(LIMIT.read_text(encoding="utf-8")))
     except (OSError, ValueError):  # no such file, or "max"
-        return whole
+        return MEMORY
