@@ -23,6 +23,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import ConfigError, Preempted
 from fastsuncet.metrics.cost import open_energy_meter
+from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models import export_formats
 from fastsuncet.models.resnet import width_of
 from fastsuncet.paths import typed_path
@@ -151,10 +152,7 @@ def start(
 def check_before_images(config: Config) -> None:
     """Raise ConfigError for a network that timm lacks or an export cannot hold, and a tracker without its package."""
     width_of(config.model.name)
-    if config.logging.trackers:
-        from fastsuncet.metrics.trackers import require_packages
-
-        require_packages(config)
+    require_packages(config)
     try:
         for to in export_formats.exports(config):
             export_formats.check(config, to)

@@ -21,14 +21,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.features import evaluation_view
 from fastsuncet.models import timm_backbone
-from fastsuncet.models.pretrained_weights import (
-    Weights,
-    digest_of,
-    fill,
-    heads,
-    read_weights_of,
-    require_fit,
-)
+from fastsuncet.models.pretrained_weights import Weights, digest_of, fill, heads, read_weights_of, require_fit
 from fastsuncet.models.resnet import build_model, projection_head_of, width_of, zeroed
 from fastsuncet.paths import typed_path
 from fastsuncet.training import methods

@@ -217,11 +217,7 @@ class MLflow(Tracker):
             raise OSError(f"{lost} of numbers not sent; the first: {self._unsent[0]}")
 
 
-TRACKERS: dict[str, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-    "mlflow": MLflow,
-}
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 
 
 class Caller:

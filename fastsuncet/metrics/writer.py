@@ -20,15 +20,13 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
+from fastsuncet.metrics.trackers import Tracker, Trackers
 from pipelines import atomic_files
 from pipelines.output import Say, counted, csv_table, say_line
-
-if TYPE_CHECKING:
-    from fastsuncet.metrics.trackers import Tracker
 
 JSONL, CSV, SUPERSEDED = "metrics.jsonl", "metrics.csv", "metrics.superseded.jsonl"
 
@@ -63,9 +61,7 @@ class MetricsWriter(contextlib.ExitStack):
             purge_step = undone if resume_step is None else resume_step + 1
             # Before the files change: a missing package must not leave a run half set back.
             self._tell: Callable[[Callable[[Tracker], object]], None] = lambda call: None
-            if config is not None and config.logging.trackers:
-                from fastsuncet.metrics.trackers import Trackers
-
+            if config is not None:
                 self._tell = self.enter_context(Trackers(config, self.folder, purge_step, say)).tell
                 self._tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
                 self._tell(lambda tracker: tracker.settings(config))
