@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -298,11 +299,7 @@ def embed(
             f"{len(index):,} names of up to {len(longest):,} characters take {size / 1e9:.1f} GB in a .npz file: write "
             f"a .parquet file, or rename {longest}"
         )
-    about = {"encoder": encoder.record(), "view": astuple(view)}
-
-    def save(path: Path, rows: np.ndarray) -> None:
-        _save(path, rows, index, about)
-
+    save = partial(_save, index=index, about={"encoder": encoder.record(), "view": astuple(view)})
     with advising_skip_bad(skip_bad):
         work = FolderPass(encoder.module, encoder.width, index, view, place, batch, skip_bad)
         rows = work.write(output, save, force=force)

@@ -23,7 +23,7 @@ from fastsuncet.commands.embed import (
 )
 from fastsuncet.commands.pages import Prediction, prediction_page
 from fastsuncet.config import Config
-from fastsuncet.evaluation.classifier import Classifier, best_classifier, fitted_to, run_of
+from fastsuncet.evaluation.classifier import Classifier, best_classifier, fitted_to
 from pipelines import atomic_files
 from pipelines.datasets.folders import existing_folder
 from pipelines.datasets.index import ImageIndex
@@ -67,10 +67,10 @@ def predict(
 
     def save(path: Path, rows: np.ndarray) -> None:
         nonlocal summary
-        _save(path, _predictions(rows, names, classifier.classes))
+        every = list(_predictions(rows, names, classifier.classes))
+        _save(path, every)
         counted, summary = _summary(rows, work.index, classifier)
         if page:  # before `output` is in its place: the same command makes up for a page that failed
-            every = _predictions(rows, names, classifier.classes)
             found = [each for each, kept in zip(every, counted) if kept and isinstance(each, Prediction)]
             text = prediction_page(found, folder, [*classifier.about, summary])
             with disk_errors(shown, "--output"):
@@ -117,10 +117,9 @@ def _begun(
         existing_folder(images)  # before a classifier is fitted
     place = one_process()
     encoder, config = encoder_of(where)
-    run = run_of(encoder, config)
     if skip_bad:
         config = config.with_values(ANY_NUMBER)
-    encoder, classifier = best_classifier(encoder, config, place, run, skip_bad=skip_bad)
+    encoder, classifier = best_classifier(encoder, config, place, skip_bad=skip_bad)
     for line in classifier.about:
         say_line(line)
     view = known_view(encoder)

@@ -20,7 +20,7 @@ from fastsuncet.commands.pages import LARGE_SIDE, SAVED, labeling_page, thumbnai
 from fastsuncet.commands.predict import two_best
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
-from fastsuncet.evaluation.classifier import run_classifier, run_of
+from fastsuncet.evaluation.classifier import run_classifier
 from fastsuncet.evaluation.suggestions import typical
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
@@ -95,8 +95,7 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
     chosen = pool[rows.cpu().numpy()].tolist()
     names, guesses, shown = [index.name(i) for i in chosen], [], ""
     if page and len(np.unique(index.labels[pool[labeled[pool]]])) > 1:
-        run = run_of(encoder, config)
-        classifier = run_classifier(encoder, config, place, run, skip_bad=True)
+        classifier = run_classifier(encoder, config, place, skip_bad=True)
         with torch.inference_mode():
             best = two_best(classifier.layer.to(place.device)(features[rows]))
         guesses = [

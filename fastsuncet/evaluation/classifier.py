@@ -83,18 +83,19 @@ def log_p(queries: Tensor, supports: Tensor, labels: Tensor, num_classes: int, t
 
 
 def best_classifier(
-    encoder: Encoder, config: Config, place: Place, run: Path, *, skip_bad: bool = False
+    encoder: Encoder, config: Config, place: Place, *, skip_bad: bool = False
 ) -> tuple[Encoder, Classifier]:
     """Return the encoder to use and its classifier.
 
-    That is the classifier of a fine-tuning or an export; else that of a fine-tuning in `run` on the same labels, if it
-    is above the others on the same images; else `run_classifier`.
+    That is the classifier of a fine-tuning or an export; else that of a fine-tuning in the run on the same labels, if
+    it is above the others on the same images; else `run_classifier`.
     """
+    run = _run_of(encoder, config)
     # That of a checkpoint of pre-training knows no later label.
     pre_trained = encoder.tuned is None and encoder.trained is not None and Path(encoder.source).is_dir()
     if encoder.classifier is None or pre_trained:
         tuned = _best_fine_tuning(run, encoder, config, place)
-        return tuned or (encoder, run_classifier(encoder, config, place, run, skip_bad=skip_bad))
+        return tuned or (encoder, run_classifier(encoder, config, place, skip_bad=skip_bad))
     record = atomic_files.read_object(run / RESULT).get("record")
     if record is not None:
         return encoder, _tuned(encoder, record, run, "")
@@ -127,7 +128,7 @@ def _known(index: ImageIndex, chosen: np.ndarray) -> frozenset[Known]:
     return frozenset(keys[i] for i in chosen)
 
 
-def run_of(encoder: Encoder, config: Config) -> Path:
+def _run_of(encoder: Encoder, config: Config) -> Path:
     """Return the run's folder that a checkpoint or an export lies in, or where the config has it."""
     above = Path(encoder.source).absolute().parents
     return next((folder for folder in above if (folder / manager.FOLDER).is_dir()), config.run_folder)
@@ -197,12 +198,11 @@ def run_classifier(
     encoder: Encoder,
     config: Config,
     place: Place,
-    run: Path,
     *,
     skip_bad: bool = False,
     skipped: frozenset[int] = frozenset(),  # numbers of labeled images to leave out
 ) -> Classifier:
-    """Return the classifier of `encoder` on the labeled images of `config`, which a file in `run` keeps.
+    """Return the classifier of `encoder` on the labeled images of `config`, which a file in the run keeps.
 
     The labeled images are those of data.split, and with data.split.kind none all that have a label; those of
     data.validation too, where it takes them out of the training images. A class without one is never predicted.
@@ -242,7 +242,7 @@ def run_classifier(
         "temperature": config.npi.temperature or config.criterion.temperature,
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    path = run / FOLDER / f"{digest[:12]}.safetensors"
+    path = _run_of(encoder, config) / FOLDER / f"{digest[:12]}.safetensors"
     classifier = _read(path, identity, head)
     if classifier is not None:
         say_line(f"from         {path}, fitted before")
@@ -258,7 +258,7 @@ def run_classifier(
             found = check(index.take(chosen), config.data.backend).bad
             bad = {int(chosen[row]): reason for row, reason in found.items()}
             say_skipped(bad)
-            return run_classifier(encoder, config, place, run, skipped=frozenset(bad))
+            return run_classifier(encoder, config, place, skipped=frozenset(bad))
         require_finite(features)
         module.to("cpu")
         truth, given = (torch.from_numpy(x).to(place.device) for x in (labels, known))

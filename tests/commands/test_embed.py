@@ -114,7 +114,9 @@ def test_embed_on_a_full_disk_keeps_what_is_done(run, capsys, monkeypatch):
 
 def test_embed_never_replaces_a_file_that_appears_while_it_runs(run, monkeypatch):
     save = command._save
-    monkeypatch.setattr(command, "_save", lambda *given: save(*given) or OUTPUT.write_text("mine"))
+    monkeypatch.setattr(
+        command, "_save", lambda *given, **more: save(*given, **more) or OUTPUT.write_text("mine")
+    )
     with pytest.raises(ConfigError, match=r"features\.npz exists"):
         embed(run, IMAGES, OUTPUT)
     assert OUTPUT.read_text() == "mine"
