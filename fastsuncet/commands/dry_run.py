@@ -45,12 +45,10 @@ def run(config: Config, arguments: list[str], *, steps: bool = False, show_confi
         return
     with as_rank(config, arguments) as place, tempfile.TemporaryDirectory() as empty:
         trainer, lines = start(config, place, Path(empty))
-        if place.first:
-            say_line(lines[-1])
+        place.say(lines[-1])
         with closing(trainer.task), closing(trainer.task.stream):
             end = first_steps(trainer)
-        if place.first:
-            say_line(end)
+        place.say(end)
 
 
 def print_plan(config: Config, show_config: bool) -> None:

@@ -21,7 +21,7 @@ from fastsuncet.metrics.results import FOLDER, send_results
 from fastsuncet.metrics.trackers import require_packages
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import class_numbers
-from pipelines.output import first_five, say_line
+from pipelines.output import first_five
 
 KINDS = {
     "knn": (knn, "nearest neighbors"),
@@ -78,17 +78,15 @@ def evaluate(
                 measured = replace(measured, learned=known, notes=(*measured.notes, scoring.LEARNED))
             if place.first:
                 if not files:
-                    for line in _heading(kind, measured, shown, config, found):
-                        say_line(line)
-                say_line(f"{_name(found)}  {_accuracy(measured)}")
+                    place.say(*_heading(kind, measured, shown, config, found))
+                place.say(f"{_name(found)}  {_accuracy(measured)}")
                 files.append(
                     write_with_picture(config.run_folder, _record(config, kind, measured, found, shown))
                 )
         if place.first:
             send_results(config, files)
             several = [f"written  {files[0].parent}, {len(files)} results"]
-            for line in written(files[0]) if len(chosen) == 1 else several:
-                say_line(line)
+            place.say(*(written(files[0]) if len(chosen) == 1 else several))
 
 
 def _network(encoder: Encoder, kind: str, config: Config) -> nn.Module:

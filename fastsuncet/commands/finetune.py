@@ -21,7 +21,6 @@ from fastsuncet.evaluation.scoring import labeled, true_labels
 from fastsuncet.metrics.results import asked
 from fastsuncet.metrics.trackers import require_packages
 from fastsuncet.models.flops import network_cost
-from pipelines.output import say_line
 
 
 def finetune(
@@ -47,7 +46,6 @@ def finetune(
         if images.held_out is not None:
             true_labels(images, place)  # one without a label is refused
         sized = resolve_sizes(config, images, place)
-        say = say_line if place.first else lambda line: None
         records = []
         for path in chosen:
             found = first if path == chosen[0] else load_unless_gone(place, path, config)
@@ -60,11 +58,11 @@ def finetune(
                 shown, known = left_to_judge(images, found.lies_at, found.supervised, place)
             require_norm(sized, place, found)
             if records:
-                say("")
+                place.say("")
             job = FineTuningJob(sized, asked(config, "finetune"), place, shown, found, every, known)
-            records.append(job.run(signals, say, brief=bool(records)))
-        for line in ("", *accuracy_table(records)) if len(records) > 1 else ():
-            say(line)
+            records.append(job.run(signals, brief=bool(records)))
+        if len(records) > 1:
+            place.say("", *accuracy_table(records))
 
 
 def require_norm(config: Config, place: Place, encoder: Encoder) -> None:

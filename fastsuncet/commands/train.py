@@ -63,8 +63,7 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
             with disk_errors(folder / "config.yaml"):
                 text = trainer.task.config.written.to_yaml() + note
                 atomic_files.replace(folder / "config.yaml", text.encode())
-            for line in lines:
-                say_line(line)
+            place.say(*lines)
             if trainer.step == 0:
                 from fastsuncet.data.learned_labels import write_learned_labels  # a continued run needs none
 

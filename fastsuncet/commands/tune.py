@@ -58,13 +58,9 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
         plain = fast_paths.resolved(plain, chosen)
         request = processes.request_of(plain, arithmetic, per_class, chosen)
         rungs = candidates(config, plain, place.device.type)
-
-        def say(text: str) -> None:
-            if place.first:
-                say_line(text)
-
-        say(f"speed    {fast_paths.describe(plain, chosen)}")
-        say(f"contenders: {len(rungs)}, at most {minutes:g} minutes: {', '.join(name for name, _ in rungs)}")
+        place.say(f"speed    {fast_paths.describe(plain, chosen)}")
+        names = ", ".join(name for name, _ in rungs)
+        place.say(f"contenders: {len(rungs)}, at most {minutes:g} minutes: {names}")
         found: list[Tried] = []
         base: dict[str, Any] = {}
         for name, values in rungs:  # each on top of what won before it
@@ -75,7 +71,7 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
                 outcome = processes.compare(request, base, contender, seconds, stopped)
             base = contender if outcome.won else base
             word = "won" if outcome.won else "not usable" if outcome.problem else "no gain"
-            say(f"{name:<24} {word:<11} {outcome.problem or _times(outcome)}")
+            place.say(f"{name:<24} {word:<11} {outcome.problem or _times(outcome)}")
             found.append(((name, values), outcome))
         if any_rank(stopped()):
             raise Preempted(f"{signals.requested or 'another rank'}: stopped; nothing was written")
@@ -83,7 +79,7 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
             many = f", {place.world_size} processes" if place.world_size > 1 else ""
             write(output, config.file, found, f"{device_name(config, place)}{many}")
             winners = sum(outcome.won for _, outcome in found)
-            say(
+            say_line(
                 f"wrote {output}: {winners} of {len(found)} contenders won. Train it: fastsuncet train {output}"
             )
 

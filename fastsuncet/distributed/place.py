@@ -49,6 +49,11 @@ class Place:
         """True where this rank computes on a GPU, and can have fast paths (tuning/fast_paths.py)."""
         return self.device.type == "cuda"
 
+    def say(self, *lines: str) -> None:
+        """Print lines, on the first rank alone."""
+        for line in lines if self.first else ():
+            say_line(line)
+
 
 def _number(name: str, default: int) -> int:
     """Return a launcher's variable. Raises ConfigError if it is not a number."""

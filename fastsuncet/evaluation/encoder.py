@@ -26,7 +26,6 @@ from fastsuncet.models.resnet import build_model, projection_head_of, width_of, 
 from fastsuncet.paths import typed_path
 from fastsuncet.training import methods
 from pipelines import atomic_files
-from pipelines.output import say_line
 from pipelines.sampling.augmentation import Center
 
 WEIGHTS = MODEL  # of an exported folder; timm reads this name too
@@ -133,8 +132,7 @@ def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None
     except FastSuncetError:
         if on_rank_0(place, path.exists):
             raise
-    if place.first:
-        say_line(f"{path}: skipped, deleted by checkpoint.keep during evaluation")
+    place.say(f"{path}: skipped, deleted by checkpoint.keep during evaluation")
     return None
 
 

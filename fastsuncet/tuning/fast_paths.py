@@ -199,8 +199,8 @@ def choose(
                 f"meta.cuda_graph is true, and a process that tried it could not use it: {paths[GRAPH]}. Write auto"
             )
     lost = [name for name, used in before.items() if used and paths.get(name)]
-    if lost and place.first:
-        say_line(f"{', '.join(lost)}: used before and not here, so results are equal up to rounding only")
+    if lost:
+        place.say(f"{', '.join(lost)}: used before and not here, so results are equal up to rounding only")
     return paths
 
 
@@ -301,8 +301,7 @@ def _try_graph(
     kept = verdicts.read(key) if place.first else None
     if kept := broadcast_json(kept and [kept.problem]):
         return kept[0]
-    if place.first:
-        say_line(f"speed: tries a {GRAPH}, once for this machine and this step")
+    place.say(f"speed: tries a {GRAPH}, once for this machine and this step")
     without, with_it = ({"meta.cuda_graph": value} for value in (False, True))
     verdict = if_not_slower(processes.compare(request, without, with_it, SECONDS, stopped))
     if verdict.problem and "other bits" in verdict.problem and place.world_size > 1:

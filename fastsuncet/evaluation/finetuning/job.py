@@ -51,7 +51,7 @@ from fastsuncet.models.flops import classifier_macs, petaflops
 from fastsuncet.training.summary import device_name
 from fastsuncet.training.trainer import Trainer
 from pipelines.data_errors import DataError
-from pipelines.output import Say, counted
+from pipelines.output import counted
 
 RESULT = "result.json"  # in the folder of a finished fine-tuning
 LEAST_UPDATES = 300  # of a fine-tuning that starts from the linear classifier: few labels make short epochs
@@ -110,7 +110,7 @@ class FineTuningJob:
             parts.append(encoder_tag(self.encoder, self.config.run_folder))
         return self.config.run_folder / "finetune" / "-".join(parts)
 
-    def run(self, signals: SignalFlag, say: Say, *, brief: bool) -> dict[str, Any]:
+    def run(self, signals: SignalFlag, *, brief: bool) -> dict[str, Any]:
         """Train and measure, or read what was; print it, write and send its result; return its record. Collective.
 
         A finished network is evaluated on other validation images without another update. `brief`: the heading is what
@@ -123,15 +123,14 @@ class FineTuningJob:
         with exclusive_run_folder(self.folder, self.place):
             kept = read_record(self.folder / RESULT, identity, self.place)
             done = kept is not None and kept.get("validation") == judged
-            for line in heading(self, brief=brief or done):
-                say(line)
+            self.place.say(*heading(self, brief=brief or done))
             if kept is None or not done:
                 if self.place.first:
                     start = self.encoder.lies_at, self.encoder.supervised
                     write_tuned_labels(self.folder, images, labeled(images), *start)
                 logits, trainer, frozen = self._fit(images, config, self.folder, signals)
                 if held_out is None:
-                    logits, truth, frozen = self._fit_folds(signals, say)
+                    logits, truth, frozen = self._fit_folds(signals)
                 else:
                     truth = true_labels(images, self.place)
                 kept = {"validation": judged, "record": self._record(logits, truth, trainer, frozen)}
@@ -141,12 +140,10 @@ class FineTuningJob:
             now = {"encoder": self.encoder.record(), "run": run.name, "asked": self.asked}
             record = kept["record"] | now
             accuracy, *more = accuracy_lines(record)
-            for line in (accuracy + " (done before)" * done, *more):
-                say(line)
+            self.place.say(accuracy + " (done before)" * done, *more)
             if self.place.first:
                 result = write_with_picture(run, record)
-                for line in written(result):
-                    say(line)
+                self.place.say(*written(result))
                 send_results(config, [result])
         return record
 
@@ -164,7 +161,7 @@ class FineTuningJob:
         logits, trainer = fit(task, held_out, evaluated, signals)
         return logits, trainer, {} if frozen is None else frozen.accuracies
 
-    def _fit_folds(self, signals: SignalFlag, say: Say) -> tuple[Tensor, Tensor, dict[str, float]]:
+    def _fit_folds(self, signals: SignalFlag) -> tuple[Tensor, Tensor, dict[str, float]]:
         """Return logits (n, C) and classes (n,) of the labeled images that can be left out, by networks without them.
 
         And the mean accuracies of the frozen encoder. A fold that is trained is not trained again, only evaluated.
@@ -175,7 +172,7 @@ class FineTuningJob:
 
         def classify(learned: Tensor, left_out: Tensor) -> Tensor:
             ours, theirs = (chosen[mask.cpu().numpy()] for mask in (learned, left_out))
-            say(
+            self.place.say(
                 f"fold     {len(found) + 1} of {FOLDS}: {len(ours):,} images to learn from, {len(theirs):,} left out"
             )
             counts = np.bincount(images.train.labels[ours], minlength=len(images.train.classes))

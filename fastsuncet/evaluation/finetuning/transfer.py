@@ -44,7 +44,7 @@ from fastsuncet.metrics.results import FOLDER, asked, name_of, read_result, send
 from fastsuncet.versions import versions
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
-from pipelines.output import Say, duration, say_line
+from pipelines.output import duration, say_line
 from pipelines.sampling.augmentation import Center
 
 CellResult = dict[str, Any]  # a cell's result, as its JSON file holds it
@@ -242,7 +242,7 @@ def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
 
     Raises Preempted once a signal came, between cells as well as within one.
     """
-    say = say_line if grids[0].place.first else (lambda line: None)
+    say = grids[0].place.say
     every = [(dataset, cell) for dataset in grids for cell in grid(dataset.config)]
     number, count = shard
     mine = every[number - 1 :: count]  # every cell is in one shard; their sizes differ by one at most
@@ -267,7 +267,7 @@ def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
         say(f"    {text}" if new else f"    done before: {text}")
     for dataset in grids:
         stop_if_requested(dataset.signals)
-        conclude(dataset, say)
+        conclude(dataset)
 
 
 def stop_if_requested(signals: SignalFlag) -> None:
@@ -277,18 +277,17 @@ def stop_if_requested(signals: SignalFlag) -> None:
         raise Preempted(f"{asked}: stopped between two cells; the same command continues the grid")
 
 
-def conclude(dataset: DatasetGrid, say: Say) -> None:
+def conclude(dataset: DatasetGrid) -> None:
     """Print the grid of one data set; once it is complete, retrain its best cell and evaluate it.
 
     Collective. Raises NumericalError where every cell diverged, or the retraining did.
     """
     task, place, cells = dataset.task, dataset.place, grid(dataset.config)
     records = dataset.finished()
-    missing = len(cells) - len(records)
+    missing, say = len(cells) - len(records), place.say
     chosen = None if missing else best(records)
     say(f"\n{task.name}: {task.title} on {len(task.validation):,} validation images, in %")
-    for line in table(cells, records, chosen):
-        say(line)
+    say(*table(cells, records, chosen))
     if missing:
         say(
             f"{missing} of {len(cells)} cells are not finished. The process that finishes the last one chooses; the "
