@@ -67,12 +67,11 @@ def evaluate(
             network = _network(found, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
             if kind == "accuracy":
                 _require_classes(found, images.train.classes)
-            shown, known = images, 0
+            shown, known = left_to_judge(images, found.lies_at, found.supervised, place)
             if alone:
                 of_train = learned(found.lies_at, images.train, found.supervised)
                 measured = cross_validated(kind, network, images, config, place, of_train)
             else:
-                shown, known = left_to_judge(images, found.lies_at, found.supervised, place)
                 measured = KINDS[kind][0](network, shown, config, place)
             if known:
                 measured = replace(measured, learned=known, notes=(*measured.notes, scoring.LEARNED))

@@ -51,11 +51,9 @@ def finetune(
             found = first if path == chosen[0] else load_unless_gone(place, path, config)
             if found is None:
                 continue
-            shown, known = images, 0
+            shown, known = left_to_judge(images, found.lies_at, found.supervised, place)
             if images.held_out is None:
                 known = int(learned(found.lies_at, images.train, found.supervised)[labeled(images)].sum())
-            else:
-                shown, known = left_to_judge(images, found.lies_at, found.supervised, place)
             require_norm(sized, place, found)
             if records:
                 place.say("")
