@@ -94,13 +94,9 @@ class Parser(argparse.ArgumentParser):
 
     def takes_encoder(self, *, every: bool) -> None:
         """Add --encoder and --step, and --every-checkpoint where a command has it, which excludes --step."""
-        self.add_argument(
-            "--encoder",
-            metavar="PATH",
-            type=path,
-            help="the folder of another run or of a fine-tuning, one checkpoint, or a file of weights (torchvision, "
-            "timm, the authors' checkpoints; torch.save or .safetensors); default: the config's run",
-        )
+        text = "the folder of another run or of a fine-tuning, one checkpoint, or a file of weights (torchvision, "
+        text += "timm, the authors' checkpoints; torch.save or .safetensors); default: the config's run"
+        self.takes("--encoder", "PATH", text, type=path)
         steps = self.add_mutually_exclusive_group()
         steps.add_argument(
             "--step", metavar="N", type=whole(0), help="this checkpoint of the run (default: the newest)"
@@ -111,8 +107,7 @@ class Parser(argparse.ArgumentParser):
 
     def takes_run(self, kind: Callable[[str], Any]) -> None:
         """Add a run as the first argument, `where`; `kind` makes of the word what the command takes."""
-        text = "a config, a run, one of its checkpoints, or an export"
-        self.add_argument("where", metavar="RUN", type=kind, help=text)
+        self.takes("where", "RUN", "a config, a run, one of its checkpoints, or an export", type=kind)
 
     def writes(
         self, help: str, metavar: str = "FILE", *, required: bool = True, force: bool = False, **settings: Any
