@@ -352,16 +352,15 @@ def _onnx(encoder: Encoder, record: dict[str, Any]) -> bytes:
 
     With a classifier the output is "logits". The metadata has class names, sizes, mean and std, each as JSON.
     """
-    assert encoder.view is not None, "the encoder is a checkpoint's"
     parts = [encoder.module] if encoder.classifier is None else [encoder.module, encoder.classifier]
-    images = torch.zeros(2, 3, encoder.view.size, encoder.view.size)
+    size = record["image_size"]
     output = "features" if encoder.classifier is None else "logits"
     names: dict[str, Any] = {"input_names": ["images"], "output_names": [output]}
     with warnings.catch_warnings():  # of the exporter, on its own code
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             nn.Sequential(*parts).eval(),
-            (images,),
+            (torch.zeros(2, 3, size, size),),
             dynamo=True,
             dynamic_shapes=({0: torch.export.Dim("batch")},),
             verbose=False,
