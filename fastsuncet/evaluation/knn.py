@@ -54,7 +54,7 @@ def knn_predict(
         score = similar if weighted else votes.sum(2) + similar / (4 * k)
         most = score == score.amax(1, keepdim=True)
         predictions.append(near.masked_fill(~most, torch.iinfo(near.dtype).max).amin(1))
-    return torch.cat(predictions) if predictions else labels.new_zeros(0)
+    return torch.cat(predictions)
 
 
 def online_knn(
