@@ -82,9 +82,8 @@ class Parser(argparse.ArgumentParser):
     def takes_config(self, takes: str = "CONFIG", *, kind: str = "", ranks: bool = False) -> None:
         """Add a config and its overrides as the last argument; `parse` loads it if the command takes CONFIG.
 
-        `kind` is what the argument can be besides a config.
-
-        With `ranks` the options have the command line as `arguments`, which starts the same command on further ranks.
+        `kind` is what the argument can be besides a config. With `ranks` the options have the command line as
+        `arguments`, which starts the same command on further ranks.
         """
         self.ranks = ranks
         before = "".join(f"{action.metavar} " for action in self._actions if not action.option_strings)

@@ -20,10 +20,9 @@ from pipelines.verify import check, note_on_copies
 def check_config(config: Config) -> None:
     """Check the training and the validation images of `config`, and keep the index of both for its runs.
 
-    Training images in a pack are checked there, checksums first; the folder that they came from is not checked.
-
-    Raises BadImage, which names them all, for more bad images than data.bad_images; DataError for missing folders, a
-    CSV that does not fit, and other reasons why images cannot be found.
+    Training images in a pack are checked there, checksums first; the folder that they came from is not checked. Raises
+    BadImage, which names them all, for more bad images than data.bad_images; DataError for missing folders, a CSV that
+    does not fit, and other reasons why images cannot be found.
     """
     data = config.data
     if data.kind not in FILES:

@@ -45,10 +45,8 @@ def calibrate(logits: Tensor, labels: Tensor) -> Calibration:
 def fit_temperature(logits: Tensor, labels: Tensor) -> tuple[float, float]:
     """Return the T that minimizes the mean cross-entropy of softmax(logits / T), and this cross-entropy.
 
-    logits (N, C), labels int64 (N,).
-
-    The targets hold one more image that is of each class alike. Without it, T would fall to 0 where all N images are
-    classified right, and a hundred labels would make every probability 1.
+    logits (N, C), labels int64 (N,). The targets hold one more image that is of each class alike. Without it, T would
+    fall to 0 where all N images are classified right, and a hundred labels would make every probability 1.
     """
     logits = logits.double()
     n = len(labels)

@@ -141,9 +141,8 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
 
     A folder of `fastsuncet finetune` is a run's folder too. A checkpoint's own config defines its network; that of a
     file is the config's, where that is timm's, and else inferred from its shapes. The tensors of a projection head and
-    a classifier are kept. Raises ConfigError for
-    what does not exist and for pixels normalized otherwise than `config` says (without a `config` any will do);
-    CheckpointError, with keys and shapes, for weights that do not fit.
+    a classifier are kept. Raises ConfigError for what does not exist and for pixels normalized otherwise than `config`
+    says (without a `config` any will do); CheckpointError, with keys and shapes, for weights that do not fit.
     """
     (found,) = choose(where)
     if found.is_dir():

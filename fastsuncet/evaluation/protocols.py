@@ -130,7 +130,7 @@ def npi(network: nn.Module, images: Images, config: Config, place: Place) -> Mea
 def linear(network: nn.Module, images: Images, config: Config, place: Place) -> Measured:
     """Compute the top-1 and top-5 accuracy of `fit_linear` on the validation images, from h of `network`.
 
-    Labeled and validation images are single center crops. The ranks share the choice of the strength, and all fit.
+    Labeled and validation images are single center crops.
     """
     shown = examples(network, images, config, place)
     fit, strength = fit_chosen(shown.features, shown.labels, len(images.train.classes), config.linear)

@@ -36,9 +36,8 @@ SAMPLE = 12  # images that are decoded to time it
 def look(folder: Path, labels: Path | None) -> tuple[Survey, ImageIndex]:
     """Print what is in `folder`: shards, train/CLASS/IMAGE, CLASS/IMAGE, or any tree, with a CSV's labels.
 
-    Return it, and the images with their labels.
-
-    Raises DataError: no folder, no images, a wrong line of the CSV, only unreadable images.
+    Return it, and the images with their labels. Raises DataError: no folder, no images, a wrong line of the CSV, only
+    unreadable images.
     """
     existing_folder(folder.absolute())
     data, validation = {"kind": "images", "root": str(folder)}, None

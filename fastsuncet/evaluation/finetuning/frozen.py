@@ -31,8 +31,7 @@ STALE = 0.001
 def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Place, steps: int) -> Frozen:
     """Fit the linear classifier of the config's section linear, and measure it and k-NN on the validation images.
 
-    The ranks share the choice of the strength, all fit, and all return the same. New statistics are those of the
-    batches after the fine-tuning's `steps`.
+    Equal on all ranks. New statistics are those of the batches after the fine-tuning's `steps`. Collective.
     """
     network, stale = encoder.module.to(place.device), has_stale_statistics(encoder)
     chosen, count = labeled(images), len(images.train.classes)
