@@ -1,7 +1,6 @@
 """`fastsuncet predict`: the class of every image below a folder, by name, with a calibrated probability."""
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -36,10 +35,14 @@ COLUMNS = ("file", "class", "probability", "second_class", "second_probability")
 
 
 class TwoBest(nn.Module):
-    """Logits (B, C) to (B, 4) float32: number and probability of the most probable class, then of the second."""
+    """Images (B, 3, S, S) to (B, 4) float32: number and probability of the most probable class, then of the second."""
 
-    def forward(self, logits: Tensor) -> Tensor:
-        label, probability = two_best(logits)
+    def __init__(self, encoder: nn.Module, layer: nn.Module):
+        super().__init__()
+        self.encoder, self.layer = encoder, layer
+
+    def forward(self, images: Tensor) -> Tensor:
+        label, probability = two_best(self.layer(self.encoder(images)))
         return torch.stack([label.float(), probability], 2).flatten(1)
 
 
@@ -121,8 +124,7 @@ def _begun(
         say_line(line)
     view = known_view(encoder)
     index, names = opened(images, view.upright)
-    # The names are in the digest by which a begun pass is continued.
-    network = nn.Sequential(OrderedDict(encoder=encoder.module, layer=classifier.layer, best=TwoBest()))
+    network = TwoBest(encoder.module, classifier.layer)
     return FolderPass(network, 4, index, view, place, batch, skip_bad), names, classifier
 
 
