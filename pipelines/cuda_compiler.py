@@ -125,13 +125,8 @@ def compiled(path: Path, arch: str, options: tuple[str, ...]) -> bytes:
     """
     headers = {each.name: each.read_bytes() for each in sorted(path.parent.glob("*.*h")) if each.is_file()}
     source = path.read_bytes()
-    decisive = [
-        arch,
-        *options,
-        str(version()),
-        *(f"{k}\n{v.decode()}" for k, v in headers.items()),
-        source.decode(),
-    ]
+    texts = (f"{header}\n{text.decode()}" for header, text in headers.items())
+    decisive = [arch, *options, str(version()), *texts, source.decode()]
     name = f"{path.name}-{arch}-{hashlib.sha256(chr(0).join(decisive).encode()).hexdigest()[:32]}"
     try:
         kept = code_cache.cache_folder("kernels") / name

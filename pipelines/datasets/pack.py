@@ -23,7 +23,7 @@ import numpy as np
 
 from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
-from pipelines.datasets.image_headers import THREADS, image_size, read_sizes, stamp
+from pipelines.datasets.image_headers import THREADS, image_size, in_threads, read_sizes, stamp
 from pipelines.datasets.index import ImageIndex, class_numbers, load_index, save_index
 from pipelines.datasets.shards import CHECKSUM, MEMBER, Scan, Shards, require_inside, scan_shard
 from pipelines.output import say_line, show_progress
@@ -107,11 +107,7 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
     root = Path(os.path.commonpath([path.parent for path in paths]))
     require_inside(paths, root)
     stamps = np.array([stamp(path.stat()) for path in paths], np.int64)
-    scans: list[Scan] = []
-    with ThreadPoolExecutor(THREADS) as pool:
-        for scan in pool.map(scan_shard, paths):
-            scans.append(scan)
-            show_progress(f"shards in {root}", len(scans), len(paths))
+    scans: list[Scan] = in_threads(lambda i: scan_shard(paths[i]), len(paths), f"shards in {root}")
     left_out = [f"{path.name}/{name}" for path, scan in zip(paths, scans) for name in scan.left_out]
     if left_out:
         say_line(

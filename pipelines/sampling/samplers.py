@@ -9,7 +9,6 @@ exhausted iterators have silently trained on half their steps.
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -21,16 +20,6 @@ from pipelines.output import counted, first_five
 EPOCH_ROLE = 2**32
 CLASS_ROLE = 2**32 + 1
 IMAGE_ROLE = 2**32 + 2
-
-
-class Sampler(Protocol):
-    """Image numbers by step and rank."""
-
-    indices: np.ndarray | None  # int64, the images that it can show; None: all of the data set
-    world_size: int
-    local_batch: int  # images of one rank at one step
-
-    def rows(self, step: int, rank: int) -> np.ndarray: ...
 
 
 def permutation(size: int, *, seed: int, role: int, counter: tuple[int, int]) -> np.ndarray:
@@ -112,8 +101,6 @@ class ClassSampler:
 
     Raises DataError: fewer classes with labels than C, or C * m not a multiple of `world_size`.
     """
-
-    indices: np.ndarray | None
 
     def __init__(
         self,

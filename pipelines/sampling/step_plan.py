@@ -15,7 +15,7 @@ from pipelines.sampling.augmentation import (
     draw_view,
     uniform,
 )
-from pipelines.sampling.samplers import Sampler
+from pipelines.sampling.samplers import ClassSampler, UnlabeledSampler
 
 SAME_CLASS_ATTEMPTS = 16  # stand-ins tried within a bad image's class before any image of the stream is taken
 
@@ -33,7 +33,7 @@ class BatchDraws:
 class Plan:
     """A training stream: `plan(step)` is a pure function of (seed, role, step, rank).
 
-    `sampler.rows(step, rank)` says which images, `augmentations` how strongly each view is changed.
+    `sampler` says which images, `augmentations` how strongly each view is changed.
 
     A step in A `passes` has the numbers step * A, step * A + 1, ..., and a sampler of W A ranks for W ranks: pass a of
     rank r is its block a W + r. So A passes of one rank and one pass on each of A ranks see the same blocks of images,
@@ -43,7 +43,7 @@ class Plan:
     def __init__(
         self,
         index: ImageIndex,
-        sampler: Sampler,
+        sampler: UnlabeledSampler | ClassSampler,
         augmentations: Sequence[Augmentation | Center],
         *,
         seed: int,
