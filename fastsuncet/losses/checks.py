@@ -32,55 +32,46 @@ def require(loss: str, holds: bool, wanted: str, found: Any) -> None:
     raise ValueError(f"{loss}: {wanted}, not {reprlib.repr(found)}")
 
 
-def check_matrix(loss: str, wanted: str, x: Tensor) -> None:
+def matrix(loss: str, wanted: str, x: Tensor) -> None:
     """Require a floating matrix; `wanted` is for example "z must be (rows, width)"."""
     fits = isinstance(x, Tensor) and x.ndim == 2 and x.is_floating_point()
     require(loss, fits, f"{wanted}, a tensor of a floating dtype", x)
 
 
-def check_rows(
-    loss: str, z: Tensor, temperature: float, keys: str, chunk_size: int | None, group: Group
-) -> None:
+def rows(loss: str, z: Tensor, temperature: float, keys: str, chunk_size: int | None, group: Group) -> None:
     """Require rows `z` (N, D) and settings that can be contrasted, and equal shapes on all ranks."""
-    check_matrix(loss, "z must be (rows, width)", z)
-    check_temperature(loss, temperature)
+    matrix(loss, "z must be (rows, width)", z)
+    positive(loss, temperature=temperature)
     require(loss, keys in KEYS, f"keys must be one of {KEYS}", keys)
     if chunk_size is not None:
-        check_count(loss, "chunk_size", chunk_size, 1)
-    require_equal_shapes(loss, z, group)
+        count(loss, "chunk_size", chunk_size, 1)
+    equal_shapes(loss, z, group)
 
 
-def check_positive(loss: str, name: str, value: float) -> None:
-    """Require a plain finite number above 0."""
-    require(
-        loss,
-        isinstance(value, Real) and 0 < value < math.inf,
-        f"{name} must be a plain number above 0",
-        value,
-    )
+def positive(loss: str, **settings: float) -> None:
+    """Require plain finite numbers above 0."""
+    for name, value in settings.items():
+        usual = " (the paper's is 0.1 for ImageNet and 0.5 for CIFAR-10)" if name == "temperature" else ""
+        fits = isinstance(value, Real) and 0 < value < math.inf
+        require(loss, fits, f"{name}{usual} must be a plain number above 0", value)
 
 
-def check_count(loss: str, name: str, value: int, least: int) -> None:
+def count(loss: str, name: str, value: int, least: int) -> None:
     """Require an integer of at least `least`."""
     fits = isinstance(value, Integral) and value >= least
     require(loss, fits, f"{name} must be an integer of at least {least}", value)
 
 
-def check_temperature(loss: str, temperature: float) -> None:
-    """Require a plain finite number above 0."""
-    check_positive(loss, "temperature (the paper's is 0.1 for ImageNet and 0.5 for CIFAR-10)", temperature)
-
-
-def check_labels(loss: str, z: Tensor, labels: Tensor, average: str = "sample") -> None:
+def labels(loss: str, z: Tensor, found: Tensor, average: str = "sample") -> None:
     """Require an integer label for each row of `z`, on its device."""
-    fits = isinstance(labels, Tensor) and labels.ndim == 1 and len(labels) == len(z)
-    require(loss, fits, f"labels must be one integer per row, a tensor ({len(z)},)", labels)
-    require(loss, labels.dtype in _INTEGERS, "labels must be integers, as .long() makes them", labels)
-    require(loss, labels.device == z.device, f"labels must be on {z.device}, as the rows", labels)
+    fits = isinstance(found, Tensor) and found.ndim == 1 and len(found) == len(z)
+    require(loss, fits, f"labels must be one integer per row, a tensor ({len(z)},)", found)
+    require(loss, found.dtype in _INTEGERS, "labels must be integers, as .long() makes them", found)
+    require(loss, found.device == z.device, f"labels must be on {z.device}, as the rows", found)
     require(loss, average in AVERAGES, f"average must be one of {AVERAGES}", average)
 
 
-def require_equal_shapes(loss: str, x: Tensor, group: Group) -> None:
+def equal_shapes(loss: str, x: Tensor, group: Group) -> None:
     """Require the same shape on all ranks, and raise on every rank: a gather would hang or mix up rows."""
     question = (loss, group, tuple(x.shape))
     if world_size(group) == 1 or (x.is_cuda and question in _agreed):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsuncet.distributed.collectives import Group
-from fastsuncet.losses.checks import at_least_float32, check_labels, check_matrix, require_equal_shapes
+from fastsuncet.losses import checks
 
 NO_LABEL = torch.iinfo(torch.int64).min
 
@@ -33,9 +33,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, group: Group = None) -> Ten
     Raises:
         ValueError: a shape or dtype does not fit, or the ranks' shapes differ.
     """
-    check_matrix("cross_entropy", "logits must be (rows, classes)", logits)
-    check_labels("cross_entropy", logits, labels)
-    require_equal_shapes("cross_entropy", logits, group)
+    checks.matrix("cross_entropy", "logits must be (rows, classes)", logits)
+    checks.labels("cross_entropy", logits, labels)
+    checks.equal_shapes("cross_entropy", logits, group)
     # torch's own mean over no rows is 0/0, and by default it silently ignores the label -100.
-    total = F.cross_entropy(at_least_float32(logits), labels.long(), reduction="sum", ignore_index=NO_LABEL)
+    logits = checks.at_least_float32(logits)
+    total = F.cross_entropy(logits, labels.long(), reduction="sum", ignore_index=NO_LABEL)
     return total / max(len(logits), 1)

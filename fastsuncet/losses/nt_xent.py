@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.distributed.collectives import Group, world_size
-from fastsuncet.losses.checks import check_rows, require
+from fastsuncet.losses import checks
 from fastsuncet.losses.contrast import contrast
 
 
@@ -36,8 +36,9 @@ def nt_xent(
     Raises:
         ValueError: `z` is not (2B, D) floating, a setting is out of range, or the ranks' shapes differ.
     """
-    check_rows("nt_xent", z, temperature, keys, chunk_size, group)
-    require("nt_xent", len(z) % 2 == 0, "z must hold the first views of B images, then their second views", z)
+    checks.rows("nt_xent", z, temperature, keys, chunk_size, group)
+    wanted = "z must hold the first views of B images, then their second views"
+    checks.require("nt_xent", len(z) % 2 == 0, wanted, z)
     images = len(z) // 2
     # An image is a class of two: its number is the id of both its views, on the rank that has it.
     number = torch.arange(world_size(group) * images, device=z.device).view(-1, 1, max(images, 1))

@@ -20,15 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastsuncet.distributed.collectives import Group, all_gather_rows, gather_rows
-from fastsuncet.losses.checks import (
-    check_count,
-    check_labels,
-    check_matrix,
-    check_positive,
-    check_temperature,
-    require,
-    require_equal_shapes,
-)
+from fastsuncet.losses import checks
 from fastsuncet.losses.contrast import LOWEST_TEMPERATURE, outside_autocast, unit_rows
 
 # Anchors at a time. A product with few rows is slow: on a CPU 128 take 1.4 times as long as 512, and 1,024 no less. On
@@ -94,7 +86,7 @@ def paws(
     """
     _check(anchors, supports, labels, targets, target_supports, views, temperature, sharpen, smoothing, prior)
     for rows in (anchors, supports):
-        require_equal_shapes("paws", rows, group)
+        checks.equal_shapes("paws", rows, group)
     with outside_autocast(anchors.device.type):
         keys = gather_rows(unit_rows(supports), group)
         target_keys = all_gather_rows(unit_rows(target_supports), group)
@@ -158,7 +150,7 @@ def _one_hot(labels: Tensor, classes: int | None, like: Tensor) -> Tensor:
     if classes is None:
         classes = len(labels) if labels.is_cuda else int(first.sum())
     else:
-        check_count("paws", "classes", classes, 1)
+        checks.count("paws", "classes", classes, 1)
         too_many = f"paws: there are more classes than classes={classes} among the supports of all ranks"
         torch._assert_async((column < classes).all(), too_many)  # pyright: ignore[reportPrivateImportUsage]
     return like.new_zeros(len(labels), classes).scatter_(1, column[:, None], 1)
@@ -169,27 +161,26 @@ def _check(
 ):
     names = ("anchors", "supports", "targets", "target_supports")
     for name, rows in zip(names, (anchors, supports, targets, target_supports)):
-        check_matrix("paws", f"{name} must be (rows, width)", rows)
+        checks.matrix("paws", f"{name} must be (rows, width)", rows)
         kind, of_anchors = ((x.shape[1], x.device, x.dtype == torch.float64) for x in (rows, anchors))
         wanted = f"the width and device of anchors, {tuple(anchors.shape)} on {anchors.device}, and their precision"
-        require("paws", kind == of_anchors, f"{name} must have {wanted}", rows)
-    check_labels("paws", supports, labels)
-    check_temperature("paws", temperature)
-    check_positive("paws", "sharpen", sharpen)
-    check_count("paws", "views", views, LARGE_VIEWS)
+        checks.require("paws", kind == of_anchors, f"{name} must have {wanted}", rows)
+    checks.labels("paws", supports, labels)
+    checks.positive("paws", temperature=temperature, sharpen=sharpen)
+    checks.count("paws", "views", views, LARGE_VIEWS)
     images, rest = divmod(len(anchors), views)
     many = f"views={views} of the same images, view after view, and targets two"
     fits = not rest and len(targets) == LARGE_VIEWS * images
-    require("paws", fits, f"anchors must hold {many}", (len(anchors), len(targets)))
+    checks.require("paws", fits, f"anchors must hold {many}", (len(anchors), len(targets)))
     fits = len(supports) > 0 and supports.shape == target_supports.shape
     wanted = f"target_supports must be of the images of supports, {tuple(supports.shape)}, at least one"
-    require("paws", fits, wanted, target_supports)
-    require("paws", sharpen <= 1, "sharpen must be at most 1", sharpen)
-    require("paws", 0 <= smoothing < 1, "smoothing must be from 0 to below 1", smoothing)
+    checks.require("paws", fits, wanted, target_supports)
+    checks.require("paws", sharpen <= 1, "sharpen must be at most 1", sharpen)
+    checks.require("paws", 0 <= smoothing < 1, "smoothing must be from 0 to below 1", smoothing)
     # Else the probability of a far class would be 0.
     cold = smoothing == 0 and temperature < LOWEST_TEMPERATURE
     wanted = f"temperature must be at least {LOWEST_TEMPERATURE} without smoothing"
-    require("paws", not cold, wanted, temperature)
+    checks.require("paws", not cold, wanted, temperature)
     is_share = isinstance(prior, Tensor) and prior.shape == labels.shape and prior.is_floating_point()
     wanted = f"prior must be one share per support, a floating tensor ({len(labels)},)"
-    require("paws", prior is None or is_share, wanted, prior)
+    checks.require("paws", prior is None or is_share, wanted, prior)

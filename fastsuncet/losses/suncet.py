@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastsuncet.distributed.collectives import Group, all_gather_rows, rank, world_size
-from fastsuncet.losses.checks import check_labels, check_rows
+from fastsuncet.losses import checks
 from fastsuncet.losses.contrast import contrast
 
 
@@ -75,8 +75,8 @@ def labeled_contrast(
     every_positive: bool = False,
 ) -> Tensor:
     """Compute the loss named `loss`, whose positives are the rows of the same label; arguments as of `suncet`."""
-    check_rows(loss, z, temperature, keys, chunk_size, group)
-    check_labels(loss, z, labels, average)
+    checks.rows(loss, z, temperature, keys, chunk_size, group)
+    checks.labels(loss, z, labels, average)
     all_labels = all_gather_rows(labels.long().contiguous(), group)
     first = rank(group) * len(z)
     # This rank's share is W times its part, because DDP divides the sum over ranks by W.

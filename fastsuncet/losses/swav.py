@@ -8,15 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastsuncet.distributed.collectives import Group, all_gather_rows
-from fastsuncet.losses.checks import (
-    at_least_float32,
-    check_count,
-    check_matrix,
-    check_positive,
-    check_temperature,
-    require,
-    require_equal_shapes,
-)
+from fastsuncet.losses import checks
 from fastsuncet.losses.contrast import outside_autocast, unit_rows
 
 CODE_CROPS = 2  # the large ones: a small crop shows too little of its image to assign it
@@ -58,16 +50,15 @@ def swav(
     Raises:
         ValueError: `scores` is not (V U, K) floating, a setting is out of range, or the ranks' shapes differ.
     """
-    check_matrix("swav", "scores must be (crops x images, prototypes)", scores)
-    check_temperature("swav", temperature)
-    check_positive("swav", "epsilon", epsilon)
-    require("swav", scores.shape[1] > 0, "scores must have at least one prototype", scores)
-    check_count("swav", "iterations", iterations, 1)
-    check_count("swav", "crops", crops, CODE_CROPS)
-    fits = len(scores) % crops == 0
-    require("swav", fits, f"scores must hold {crops} crops of the same images, crop after crop", scores)
-    require_equal_shapes("swav", scores, group)
-    by_crop = at_least_float32(scores).unflatten(0, (crops, len(scores) // crops))  # (V, U, K)
+    checks.matrix("swav", "scores must be (crops x images, prototypes)", scores)
+    checks.positive("swav", temperature=temperature, epsilon=epsilon)
+    checks.require("swav", scores.shape[1] > 0, "scores must have at least one prototype", scores)
+    checks.count("swav", "iterations", iterations, 1)
+    checks.count("swav", "crops", crops, CODE_CROPS)
+    wanted = f"scores must hold {crops} crops of the same images, crop after crop"
+    checks.require("swav", len(scores) % crops == 0, wanted, scores)
+    checks.equal_shapes("swav", scores, group)
+    by_crop = checks.at_least_float32(scores).unflatten(0, (crops, len(scores) // crops))  # (V, U, K)
     codes = sinkhorn(by_crop[:CODE_CROPS], epsilon, iterations, group=group)
     log_p = F.log_softmax(by_crop / temperature, dim=-1)
     # The cross-entropy is linear in the code: a crop that predicts both codes meets their sum, in one pass.
@@ -92,7 +83,7 @@ def sinkhorn(scores: Tensor, epsilon: float = 0.05, iterations: int = 3, *, grou
     float32. The authors exponentiate once and trust the scores. It gathers K numbers per rank and iteration,
     and the host does not wait for the device.
     """
-    logs = at_least_float32(scores.detach()) / epsilon
+    logs = checks.at_least_float32(scores.detach()) / epsilon
     for _ in range(iterations):
         # (..., 1, K), what each prototype gets of this rank's samples. Gathered and not reduced, because the
         # sums of the ranks have different maxima, and in rank order, so that every rank gets the same bits.
