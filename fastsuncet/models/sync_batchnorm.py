@@ -176,13 +176,10 @@ def from_sums(sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]
 def normalize_over_ranks(norms: Sequence[RankBatchNorm], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Normalize each input (N, C, ...) by its layer and operators of torch's: one message for all of them each way."""
     with torch.no_grad():
-        own = [
-            sums_of(
-                x.numel() // x.shape[1],
-                *moments(x, norm.eps, takes_cuda_operators(x, norm.weight, norm.bias)),
-            )
-            for norm, x in zip(norms, inputs)
-        ]
+        own = []
+        for norm, x in zip(norms, inputs):
+            by_cuda = takes_cuda_operators(x, norm.weight, norm.bias)
+            own.append(sums_of(x.numel() // x.shape[1], *moments(x, norm.eps, by_cuda)))
         given: list = []
         for norm, x, sums in zip(norms, inputs, _sum_together(own)):
             given += [x, norm.weight, norm.bias, *norm.statistics_of(x, sums), norm.eps]
