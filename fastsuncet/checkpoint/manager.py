@@ -21,18 +21,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from fastsuncet.checkpoint.format import (
-    META,
-    MODEL,
-    STATE,
-    DamagedCheckpoint,
-    LoadedCheckpoint,
-    encode,
-    read,
-    read_meta,
-    verify,
-    write,
-)
+from fastsuncet.checkpoint import format
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
 from pipelines.output import Say, say_line
@@ -60,7 +49,7 @@ def save(
     and CheckpointError if the disk refuses: what was half written is removed, and everything older is untouched.
     """
     name = f"step_{step:08d}"
-    files = encode(model, state)
+    files = format.encode(model, state)
     size = sum(len(payload) for payload in files.values())
     try:
         atomic_files.make_folder(folder)
@@ -76,7 +65,7 @@ def save(
                 if (folder / path.name.removeprefix(".replaced-")).exists():
                     atomic_files.try_to_remove(path)
             _require_space(folder, name, size)
-            atomic_files.replace_folder(folder / name, lambda temporary: write(temporary, step, files, meta))
+            atomic_files.replace_folder(folder / name, lambda new: format.write(new, step, files, meta))
             atomic_files.replace(folder / LATEST, f"{name}\n".encode())
             _remove_old(folder, step, keep, say)
     except OSError as error:
@@ -128,11 +117,11 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
     for number, path in found:
         if counted < keep and not (good and path in extra):
             try:
-                files = [(path / name).stat() for name in (MODEL, STATE, META)]
+                files = [(path / name).stat() for name in (format.MODEL, format.STATE, format.META)]
                 _verify_once(path, number, *((file.st_size, file.st_mtime_ns) for file in files))
                 good += 1
                 counted += path not in extra
-            except (DamagedCheckpoint, CheckpointError, OSError) as fault:
+            except (format.DamagedCheckpoint, CheckpointError, OSError) as fault:
                 say(f"checkpoint: {path} is damaged and does not count among those kept: {fault}")
             continue
         hidden = folder / f".tmp-{path.name}"
@@ -147,30 +136,30 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
 @functools.lru_cache(maxsize=64)
 def _verify_once(path: Path, step: int, *changes: tuple[int, int]) -> None:
     """Verify a checkpoint, and not again at the next save unless a file has other `changes`: `keep` can be large."""
-    verify(path, step)
+    format.verify(path, step)
 
 
 def _scheduled(path: Path) -> bool:
     """Whether the checkpoint in folder `path` counts among those kept; a damaged one counts until it is verified."""
-    with contextlib.suppress(DamagedCheckpoint, CheckpointError):  # verifying it reports these
-        return read_meta(path).get("scheduled", True)
+    with contextlib.suppress(format.DamagedCheckpoint, CheckpointError):  # verifying it reports these
+        return format.read_meta(path).get("scheduled", True)
     return True
 
 
 # ------------------------------------------------------------------------------------------------------- load
 
 
-def load_newest(folder: Path, say: Say = say_line) -> LoadedCheckpoint | None:
+def load_newest(folder: Path, say: Say = say_line) -> format.LoadedCheckpoint | None:
     """Return the checkpoint that `latest` names, else the newest good one; None if there has never been one.
 
     Each one passed over is reported. Raises CheckpointError if none of them can be used, or one has a newer format.
     """
-    return _newest(folder, read, say)
+    return _newest(folder, format.read, say)
 
 
 def newest_meta(folder: Path) -> dict[str, Any] | None:
     """Do as `load_newest`, but read no weights, report nothing, and return a meta: for what all of a run's have."""
-    return _newest(folder, read_meta, lambda line: None)
+    return _newest(folder, format.read_meta, lambda line: None)
 
 
 def _newest(folder: Path, read: Callable[[Path, int], T], say: Say) -> T | None:
@@ -185,7 +174,7 @@ def _newest(folder: Path, read: Callable[[Path, int], T], say: Say) -> T | None:
     for number, path in candidates:
         try:
             found = read(path, number)
-        except DamagedCheckpoint as fault:
+        except format.DamagedCheckpoint as fault:
             faults.append(f"{path.name}: {fault}")
             say(f"checkpoint: {path} cannot be used: {fault}")
             continue
@@ -200,11 +189,11 @@ def _newest(folder: Path, read: Callable[[Path, int], T], say: Say) -> T | None:
     )
 
 
-def load(path: str | Path) -> LoadedCheckpoint:
+def load(path: str | Path) -> format.LoadedCheckpoint:
     """Return the one checkpoint in folder `path`, whatever its name. Raises CheckpointError if it is not good."""
     try:
-        return read(Path(path))
-    except DamagedCheckpoint as fault:
+        return format.read(Path(path))
+    except format.DamagedCheckpoint as fault:
         raise CheckpointError(f"checkpoint {path} cannot be used: {fault}") from fault
 
 
@@ -216,9 +205,9 @@ def good_checkpoints(folder: Path, say: Say = say_line) -> list[tuple[int, Path]
     good = []
     for number, path in reversed(_list(folder)):
         try:
-            verify(path, number)
+            format.verify(path, number)
             good.append((number, path))
-        except DamagedCheckpoint as fault:  # noqa: PERF203 - reading the files takes far longer
+        except format.DamagedCheckpoint as fault:  # noqa: PERF203 - reading the files takes far longer
             say(f"checkpoint: {path} cannot be used: {fault}")
     return good
 

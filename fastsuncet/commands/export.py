@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint import format, manager
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.config.schema import TIMM
@@ -175,7 +175,7 @@ def _is_of(checkpoint: Path, weights: Path) -> bool:
     try:
         record = json.loads(record_path(weights).read_bytes())
         meta = json.loads((checkpoint / "meta.json").read_bytes())
-        return weights.is_file() and record["encoder"]["checkpoint"] == meta["files"][manager.MODEL]["sha256"]
+        return weights.is_file() and record["encoder"]["checkpoint"] == meta["files"][format.MODEL]["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -204,7 +204,7 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
         "mean": list(view.mean),
         "std": list(view.std),
         "encoder": encoder.record()
-        | {"tuned": encoder.tuned, "checkpoint": meta["files"][manager.MODEL]["sha256"]},
+        | {"tuned": encoder.tuned, "checkpoint": meta["files"][format.MODEL]["sha256"]},
         "metrics": metrics,
         "results": _results(source.resolve(), run.resolve()),
         "config": config.canonical(),

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.manager import META, MODEL, LoadedCheckpoint
+from fastsuncet.checkpoint.format import META, MODEL, LoadedCheckpoint
 from fastsuncet.checkpoint.run_folder import on_every_rank, on_rank_0
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.config.schema import TIMM

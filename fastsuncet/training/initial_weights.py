@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.manager import META, MODEL
+from fastsuncet.checkpoint.format import META, MODEL
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, flat
 from fastsuncet.distributed.collectives import broadcast

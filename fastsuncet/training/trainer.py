@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint import format, manager
 from fastsuncet.checkpoint.run_folder import RunStatus, on_every_rank, on_rank_0, require_run_folder
 from fastsuncet.distributed.collectives import StopConsensus, gather_json
 from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
@@ -327,7 +327,7 @@ class Trainer(Generic[Task]):
                 "another folder"
             ) from error
 
-    def _continue_from(self, loaded: manager.LoadedCheckpoint) -> None:
+    def _continue_from(self, loaded: format.LoadedCheckpoint) -> None:
         before, now = loaded.meta["world_size"], self.place.world_size
         if self.place.first:
             say_line(f"continuing from {loaded.path.name}: {loaded.step:,} updates done")

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint import format, manager
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
 from tests.support.checkpoints import HARMS, assert_whole, save
@@ -25,7 +25,7 @@ from tests.support.writers import REFUSALS, WRITERS, Writer, images
 pytestmark = pytest.mark.slow
 
 
-def load_silently(folder: Path) -> manager.LoadedCheckpoint:
+def load_silently(folder: Path) -> format.LoadedCheckpoint:
     """Return the newest checkpoint, which must be whole and found without passing over a damaged one."""
     loaded = manager.load_newest(folder, say=pytest.fail)
     assert_whole(loaded)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint import format, manager
 from fastsuncet.checkpoint.format import META, MODEL
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
@@ -129,8 +129,8 @@ def test_checkpoint_of_a_stop_takes_no_place_and_goes_with_the_next_good_one(tmp
 
 def test_save_reads_each_checkpoint_back_once_unless_it_changes(tmp_path, monkeypatch):
     verified = []
-    verify = manager.verify
-    monkeypatch.setattr(manager, "verify", lambda path, step: verified.append(step) or verify(path, step))
+    verify = format.verify
+    monkeypatch.setattr(format, "verify", lambda path, step: verified.append(step) or verify(path, step))
     for step in range(1, 7):
         save(tmp_path, step, keep=2)
     assert sorted(verified) == [2, 3, 4, 5, 6]  # 2 when 3 came and 1 had to go

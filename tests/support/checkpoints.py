@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fastsuncet.checkpoint import manager
+from fastsuncet.checkpoint import format, manager
 from fastsuncet.config import Config
 from tests.support.runs import assert_equal_to_the_bit
 
@@ -34,7 +34,7 @@ def save_model(folder: Path, config: Config, model: nn.Module, *steps: int, **mo
         manager.save(folder / "checkpoints", step, model=model.state_dict(), state={}, meta=meta, keep=99)
 
 
-def assert_whole(loaded: manager.LoadedCheckpoint) -> None:
+def assert_whole(loaded: format.LoadedCheckpoint) -> None:
     wanted = content(loaded.step, len(loaded.model["weight"]))
     assert_equal_to_the_bit([loaded.model, loaded.state], [wanted["model"], wanted["state"]])
     assert loaded.meta["ledger"] == wanted["meta"]["ledger"]
