@@ -72,10 +72,8 @@ class TorchvisionEngine:
         if self._index.length_now(i) is not None:
             raise RuntimeError(f"{self._index.name(i)} has another length than in the index")
         image = torch.tensor(pixels).permute(2, 0, 1)
-        return [
-            one_view(image, augmentation, view, row)
-            for augmentation, view in zip(self._augmentations, draws.views)
-        ]
+        views = zip(self._augmentations, draws.views)
+        return [one_view(image, augmentation, view, row) for augmentation, view in views]
 
 
 def one_view(

@@ -56,12 +56,8 @@ class GraphedStep:
         return losses
 
     def _capture(self, batch: Batch) -> None:
-        static = replace(
-            batch,
-            views=tuple(torch.empty_like(view) for view in batch.views),
-            labeled=torch.empty_like(batch.labeled),
-            labels=torch.empty_like(batch.labels),
-        )
+        *views, labeled, labels = map(torch.empty_like, tensors(batch))
+        static = replace(batch, views=tuple(views), labeled=labeled, labels=labels)
         problem = None
         try:
             # The rate is read from its own tensor, so a replay has that of the present step.
