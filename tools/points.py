@@ -34,20 +34,18 @@ VARIANTS = {  # of a method
     "outputbn": "with them and a BatchNorm of the output",
     "longer": "by SGD, 4,800 updates",
 }
-METHODS = (
-    ALONE
-    | PEERS
-    | {
-        "untrained": UNTRAINED,
-        "simclr": BASELINE,
-        "suncet": METHOD,
-        "switched_off": f"{METHOD}, off after a fifth",
-        "cross_entropy": CROSS_ENTROPY,
-        "paws": "PAWS + SuNCEt",
-        "fixed": FIXED,
-        "plateau": PLATEAU,
-    }
-)
+METHODS = {
+    **ALONE,
+    **PEERS,
+    "untrained": UNTRAINED,
+    "simclr": BASELINE,
+    "suncet": METHOD,
+    "switched_off": f"{METHOD}, off after a fifth",
+    "cross_entropy": CROSS_ENTROPY,
+    "paws": "PAWS + SuNCEt",
+    "fixed": FIXED,
+    "plateau": PLATEAU,
+}
 NAMES = METHODS | {
     f"{variant}_{key}": f"{name}, {words}"
     for variant, words in VARIANTS.items()

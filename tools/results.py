@@ -34,17 +34,7 @@ from fastsuncet.commands.report.compute_saved import cell, percent
 from fastsuncet.commands.report.figures import DPI, STYLE, draw_groups, write
 from pipelines.output import counted
 from tools import points
-from tools.points import (
-    ALONE,
-    BASELINE,
-    CROSS_ENTROPY,
-    HELD_OUT_SEED,
-    METHOD,
-    NAMES,
-    UNTRAINED,
-    Studies,
-    Study,
-)
+from tools.points import ALONE, BASELINE, CROSS_ENTROPY, HELD_OUT_SEED, METHOD, NAMES, UNTRAINED, Studies
 
 EVALUATIONS = {
     "finetune": f"fine-tuned at lr {points.PAPERS_LR}",
@@ -110,7 +100,7 @@ def gain(base: Mapping[Any, float], ours: Mapping[Any, float]) -> str:
     return plus_minus(found) if len(found) > 1 else ""
 
 
-def costs_table(costs: Mapping[str, tuple[Study, str]]) -> str:
+def costs_table(costs: Mapping[str, tuple[points.Study, str]]) -> str:
     """Return the table of the FLOPs until the baseline's accuracy by each rule of RULES: row -> study and method."""
     rows = []
     for what, (study, name) in costs.items():
@@ -329,7 +319,7 @@ def photo_variants(measured: Mapping[str, Studies], base: str, best: str) -> lis
 
 
 # --------------------------------------------------------------------------------------------------------- a plateau
-def costs_until(study: Study, name: str) -> dict[int | None, tuple[float, bool]]:
+def costs_until(study: points.Study, name: str) -> dict[int | None, tuple[float, bool]]:
     """Return, for each seed, the FLOPs until SimCLR's final accuracy as a share of SimCLR's, and whether it got there.
 
     A seed that did not counts with all its FLOPs (docs/results/cifar10-plateau/rules.md).
@@ -341,7 +331,7 @@ def costs_until(study: Study, name: str) -> dict[int | None, tuple[float, bool]]
     }
 
 
-def show_plateau(study: Study) -> list[str]:
+def show_plateau(study: points.Study) -> list[str]:
     """Return the table of a plateau's experiment as Markdown, and the decision."""
     rows, costs = [], {name: costs_until(study, name) for name in study.groups if name != BASELINE}
     for name in (*ALONE.values(), BASELINE, points.FIXED, points.PLATEAU):

@@ -9,14 +9,8 @@ from torch.utils._pytree import tree_leaves
 
 # Each of these hands a value of the device to Python or sizes its result by one: on a GPU the host waits.
 WAITS = {
-    "_local_scalar_dense",
-    "is_nonzero",
-    "item",
-    "nonzero",
-    "masked_select",
-    "equal",
-    "_unique2",
-    "unique_dim",
+    *("_local_scalar_dense", "is_nonzero", "item", "equal"),
+    *("nonzero", "masked_select", "_unique2", "unique_dim"),
 }
 
 
