@@ -38,10 +38,8 @@ def packed_index(config: Config, *, compare: bool = False, scan: bool = False) -
         folder = image_root(config, train=True)
         like = load_index(index_path(config, folder, True), root=folder)
     with config.naming("data.pack"):
-        upright = config.data.exif_orientation
-        return open_pack(
-            config.data.pack or "", kept=kept_index(config), like=like, scan=scan, upright=upright
-        )
+        kept, upright = kept_index(config), config.data.exif_orientation
+        return open_pack(config.data.pack or "", kept=kept, like=like, scan=scan, upright=upright)
 
 
 def scanned(config: Config, *, train: bool) -> ImageIndex:

@@ -33,34 +33,23 @@ class Batch:
 
 
 class PairedStream:
-    """`stream(step)` is this rank's batch: a pure function of (seed, step, rank) and of the files.
-
-    Consecutive steps are prepared ahead. Any other step starts there, and that is all that resuming needs.
-    """
+    """`stream(step)` is this rank's batch: a pure function of (seed, step, rank) and of the files, as `Loader`."""
 
     def __init__(
         self, config: Config, index: ImageIndex, labeled: np.ndarray, arithmetic: Arithmetic, place: Place
     ):
-        """`labeled`: numbers of the images that data.split chose (`open_images` of dataset.py), int64."""
+        """`labeled`: numbers of the images that data.split chose, int64."""
         self.index, self.arithmetic, self.place = index, arithmetic, place
         self.views = views(config)
         self.labeled_view = config.data.augmentation
-        self._seed, world_size = config.meta.seed, place.world_size
+        self._seed, ranks, a = config.meta.seed, place.world_size, arithmetic
         self._samplers: dict[str, UnlabeledSampler | ClassSampler] = {}
         if self.views:
-            self._samplers[UNLABELED] = UnlabeledSampler(
-                len(index), arithmetic.global_unlabeled, world_size, self._seed
-            )
-        if arithmetic.supervised_steps:
-            self._samplers[LABELED] = ClassSampler(
-                labeled,
-                index.labels[labeled],
-                arithmetic.classes_per_batch,
-                arithmetic.global_images_per_class,
-                world_size,
-                self._seed,
-                index.classes,
-            )
+            self._samplers[UNLABELED] = UnlabeledSampler(len(index), a.global_unlabeled, ranks, self._seed)
+        if a.supervised_steps:
+            labels, size = index.labels[labeled], (a.classes_per_batch, a.global_images_per_class)
+            sampler = ClassSampler(labeled, labels, *size, ranks, self._seed, index.classes)
+            self._samplers[LABELED] = sampler
         self._loaders = {role: self._open(config, role) for role in self._samplers}
         self._threads_alone = loader_options(config, place).threads
         side = self.labeled_view.size

@@ -90,11 +90,8 @@ def _problem(title: str, root: Path, folder: Path, published: "type[CIFAR10]") -
 
     archive, remedy = root / published.filename, "or set data.download (transfer.download) to true"
     if folder.is_dir():
-        files = [
-            *published.train_list,
-            *published.test_list,
-            (published.meta["filename"], published.meta["md5"]),
-        ]
+        classes = published.meta["filename"], published.meta["md5"]
+        files = [*published.train_list, *published.test_list, classes]
         wrong = ", ".join(name for name, md5 in files if not check_integrity(folder / name, md5))
         return (
             f"{folder} is not {title} as published: missing, or with another MD5: {wrong}. Unpack {archive.name} "
