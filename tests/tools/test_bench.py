@@ -172,10 +172,10 @@ def test_dense_nt_xent_is_our_loss():
 @pytest.mark.parametrize("engine", pixels.DATA_LOADERS)
 def test_data_loader_gives_two_different_views_in_0_to_1(engine, blur, tmp_path):
     write_pictures(tmp_path, 1)
-    files = pixels.Files(list(tmp_path.rglob("*.jpg")), pixels.two_views(engine, blur))
-    one, other = files[0]
+    loader = pixels.data_loader(str(tmp_path), pixels.two_views(engine, blur), 1)
+    one, other = loader.collate_fn(loader.dataset)
     for view in (one, other):
-        assert view.shape == (3, 224, 224) and view.dtype == torch.float32
+        assert view.shape == (1, 3, 224, 224) and view.dtype == torch.float32
         assert 0 <= view.min() < view.max() <= 1
     assert not torch.equal(one, other)
 

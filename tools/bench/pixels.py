@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from pipelines.backend import LoaderOptions
 from pipelines.dali.view_operator import use
@@ -44,27 +44,19 @@ ENGINES = DATA_LOADERS | {"view_operator": "fastsuncet DALI, view operator", "da
 TARGETS = {"23": 4.0, "sigma": 2.5}
 
 
-class Files(Dataset):
-    """A file -> what `views` makes of it; the file is decoded once."""
-
-    def __init__(self, paths: list[Path], views: Callable[[Image.Image], Any]):
-        self.paths, self.views = paths, views
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.views(Image.open(self.paths[i]).convert("RGB"))
-
-
 def data_loader(folder: str, views: Callable[[Image.Image], Any], batch: int) -> DataLoader:
     """Return torchvision's way to read a tree of images: batches of what `views` makes, without end."""
     index = image_tree(folder)
-    data = Files([index.path(i) for i in range(len(index))], views)
+    paths = [index.path(i) for i in range(len(index))]
+
+    def decoded(batch: list[Path]) -> Any:
+        return default_collate([views(Image.open(path).convert("RGB")) for path in batch])
+
     # Epoch after epoch in new orders, so that workers start only once and no batch is ragged.
-    order = RandomSampler(data, num_samples=10**12)
+    order = RandomSampler(paths, num_samples=10**12)
     # Forked, so that `views` can be any function.
-    return DataLoader(data, batch, sampler=order, num_workers=WORKERS, multiprocessing_context="fork")
+    workers = {"num_workers": WORKERS, "multiprocessing_context": "fork", "collate_fn": decoded}
+    return DataLoader(paths, batch, sampler=order, **workers)
 
 
 def two_views(kind: str, blur: str) -> Callable[[Image.Image], tuple[Any, Any]]:
