@@ -15,7 +15,10 @@ class Engine(Protocol):
 
 
 def engine_of(options: LoaderOptions) -> Callable[..., Engine]:
-    """Return what starts an engine: engine_of(options)(plan, options, draws=..., first_step=...)."""
+    """Return what starts an engine: engine_of(options)(plan, options, draws=..., first_step=...).
+
+    `draws` maps a step to its BatchDraws and raises StopIteration after the last step.
+    """
     # Imported where they are used: `import pipelines.loader` must work where DALI does not.
     if options.backend == "dali":
         from pipelines.dali.engine import DaliEngine

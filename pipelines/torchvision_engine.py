@@ -24,10 +24,7 @@ JITTER = (
 
 
 class TorchvisionEngine:
-    """Gives the views of first_step, first_step + 1, ..., read `prefetch` steps ahead by `threads` threads.
-
-    `draws` maps a step to its BatchDraws and raises StopIteration after the last step.
-    """
+    """An engine of `pipelines.engines`, whose `threads` threads read `prefetch` steps ahead."""
 
     def __init__(
         self,

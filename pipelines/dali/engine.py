@@ -28,11 +28,10 @@ READERS = 16
 
 
 class DaliEngine:
-    """One built pipeline. `run()` gives the views of first_step, first_step + 1, ... until a RuntimeError ends its use.
+    """One built pipeline, an engine of `pipelines.engines`. A plan without augmentations has no views: it only decodes.
 
-    `draws` maps a step to its BatchDraws and raises StopIteration after the last step. run() calls it in the caller's
-    thread, up to `prefetch` steps ahead. The graph has no other input and no state. `options` have no "auto", and the
-    view operator is loaded if it makes the views. A plan without augmentations has no views: images are only decoded.
+    run() calls `draws` in the caller's thread, up to `prefetch` steps ahead. The graph has no other input and no state.
+    `options` have no "auto", and the view operator is loaded if it makes the views.
     """
 
     def __init__(
