@@ -129,9 +129,8 @@ class Config(Sections):
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """Return this config with other `values` of dotted keys. Raises as the constructor does."""
-        return Config.from_document(
-            replace(self._document, values=nested({**flat(self.canonical()), **values}))
-        )
+        merged = nested({**flat(self.canonical()), **values})
+        return Config.from_document(replace(self._document, values=merged))
 
     def resolved(self, values: Mapping[str, Any]) -> "Config":
         """Return this config with what its "auto" keys mean for a run: `values` of dotted keys. It keeps `written`."""
