@@ -26,10 +26,7 @@ OPTIONS = ("--std=c++17",)
 
 
 def compiled(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
-    """Return `source`, a file of this folder, as a cubin for "sm_XX" or as PTX for "compute_XX".
-
-    Raises KernelError with the compiler's log, or with the reason why there is no compiler.
-    """
+    """Return `source`, a file of this folder, compiled as by `cuda_compiler.compile_cuda`."""
     return cuda_compiler.compiled(SOURCES / source, arch, (*OPTIONS, *options))
 
 
