@@ -47,8 +47,6 @@ class DamagedCheckpoint(Exception):
 
 
 # ------------------------------------------------------------------------------------------------------ write
-
-
 def encode(model: dict[str, Tensor], state: dict[str, Any]) -> dict[str, bytes]:
     """Return the content of the model's and the state's file. Copying tensors to the host waits for the device.
 
@@ -115,8 +113,6 @@ def _sha256(payload: bytes) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------- read
-
-
 def read(path: Path, step: int | None = None) -> LoadedCheckpoint:
     """Return the checkpoint in folder `path`. No code in it is run, even if it was forged. Raises as `verify`."""
     meta, model, state = verify(path, step)

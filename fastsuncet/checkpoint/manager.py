@@ -147,8 +147,6 @@ def _scheduled(path: Path) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------- load
-
-
 def load_newest(folder: Path, say: Say = say_line) -> format.LoadedCheckpoint | None:
     """Return the checkpoint that `latest` names, else the newest good one; None if there has never been one.
 

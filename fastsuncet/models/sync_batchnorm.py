@@ -13,9 +13,6 @@ they do all of it, else four passes over the activations by operators of torch.
 Gradients: a rank's backward pass gives its inputs and parameters their share of the gradient of the SUM over
 ranks of the losses. DDP's mean over ranks then makes it, for the parameters, the gradient of the mean loss: that
 of one process on the joined batch.
-
-One by one, BatchNorm, addition and ReLU move 26 to 32 bytes per activation through memory, forward and backward and in
-16 bits; fused by the kernels they move 16 to 20 (fastsuncet/kernels/norm.cu).
 """
 
 from collections.abc import Iterator, Sequence

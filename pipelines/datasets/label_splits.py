@@ -58,10 +58,8 @@ def labeled_split(
 ) -> Split:
     """Return the split that a configuration's data.split asks for; each kind uses its own arguments.
 
-    names: the lines of `file`, pinned by `sha256` (`named`). bernoulli: each image with probability `fraction`
-    (`bernoulli`). stratified: `images` images, drawn in each class (`stratified`). all: every image with a label. none:
-    no image. csv: the labels that the index has from its CSV, or with `file` those of another CSV, which must agree
-    with them. An image without a label is never in a split. Raises DataError.
+    csv: the labels that the index has from its CSV, or with `file` those of another CSV, which must agree with them.
+    An image without a label is never in a split. Raises DataError.
     """
     if kind == "names" and file is not None:
         chosen, source = named(index, Path(file), sha256)
