@@ -220,10 +220,6 @@ def width_of(name: str) -> int:
 
 
 def _encoder(name: str, stem: str) -> nn.Module:
-    if name.startswith(TIMM):
-        from fastsuncet.models import timm_backbone
-
-        return timm_backbone.create(name, "meta")
     encoder = NETWORKS[name]()
     if stem == "cifar" and name != "wide_resnet28w2":  # which has no other
         # No stride and no max-pool: 32 px reach the first block as 32 px, not as 8.
@@ -325,25 +321,23 @@ def build_model(
     The weights depend on the arguments alone and are drawn on the CPU: every rank builds the same ones, for
     any device. On the device "meta" there are shapes and no weights, which costs no time and no memory.
     """
-    without_weights = torch.device(device).type == "meta"
-    # timm's networks have parameters that only timm knows how to draw.
-    drawn_by_timm = name.startswith(TIMM) and not without_weights
+    without_weights, of_timm = torch.device(device).type == "meta", name.startswith(TIMM)
     # Shapes only: the libraries would draw weights, which costs seconds and moves the global random state.
     with torch.device("meta"):
         width = width_of(name)
         model = Model(
-            nn.Module() if drawn_by_timm else _encoder(name, stem),
+            nn.Module() if of_timm else _encoder(name, stem),
             _projection_head(width, hidden, output, head_batchnorm, head_layers),
             width,
             None if classes is None else nn.Linear(width, classes),
             None if prototypes is None else nn.Linear(output, prototypes, bias=False),
             _prediction_head(output) if prediction_head else nn.Identity() if predicts else None,
         )
-    if without_weights:
-        return model
-    initialize(zeroed(model), seed)
-    if drawn_by_timm:
+    if not without_weights:
+        initialize(zeroed(model), seed)
+    # timm's networks have parameters that only timm knows how to draw.
+    if of_timm:
         from fastsuncet.models import timm_backbone
 
-        model.encoder = timm_backbone.create(name, "cpu", seed)
+        model.encoder = timm_backbone.create(name, "meta" if without_weights else "cpu", seed)
     return model.to(device)
