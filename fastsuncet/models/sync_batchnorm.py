@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
-from typing_extensions import Self
 
 from fastsuncet.distributed.collectives import sum_over_ranks_, world_size
 from fastsuncet.errors import ConfigError
@@ -44,9 +43,9 @@ def synchronize(model: nn.Module, *, shared: bool = True) -> nn.Module:
                 f"model.sync_batchnorm: the network's {type(model).__name__} is not a plain BatchNorm, and its "
                 "statistics cannot be shared by several processes: set model.sync_batchnorm=false"
             )
-        norm = RankBatchNorm.take_over(model)
-        norm.shared = shared
-        return norm
+        norm = RankBatchNorm(model.num_features, model.eps, model.momentum)
+        norm._parameters, norm._buffers, norm.shared = model._parameters, model._buffers, shared
+        return norm.train(model.training)
     for name, child in model.named_children():
         setattr(model, name, synchronize(child, shared=shared))
     return model
@@ -79,13 +78,6 @@ class RankBatchNorm(_BatchNorm):
     running_mean: Tensor
     running_var: Tensor
     momentum: float
-
-    @classmethod
-    def take_over(cls, norm: _BatchNorm) -> Self:
-        """Build a layer with the settings of `norm` and its very parameters and buffers."""
-        shared = cls(norm.num_features, norm.eps, norm.momentum)
-        shared._parameters, shared._buffers = norm._parameters, norm._buffers
-        return shared.train(norm.training)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastsuncet.models import norm_kernel, sync_batchnorm
-from fastsuncet.models.sync_batchnorm import RankBatchNorm, moments, takes_cuda_operators
+from fastsuncet.models.sync_batchnorm import moments, takes_cuda_operators
 from tests.support.host_kernels import on_the_host
 from tools.bench.dispatch_counter import Counter
 
@@ -62,7 +62,7 @@ def operators(monkeypatch):
 
 def passed(layer, x, dy):
     """Return y, the gradients of x, weight and bias, and the running statistics."""
-    layer = RankBatchNorm.take_over(copy.deepcopy(layer))
+    layer = sync_batchnorm.synchronize(copy.deepcopy(layer))
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     (y,) = sync_batchnorm.normalize_over_ranks((layer,), (x,))
     y.backward(dy)
@@ -105,7 +105,7 @@ def test_batchnorm_over_ranks_takes_few_launches(operators, monkeypatch, kernels
         monkeypatch.setattr(module, "world_size", lambda: 2)
     monkeypatch.setattr(norm_kernel, "usable", lambda *_: kernels)
     layer, x, dy = example((6, 16, 4, 4), torch.channels_last)
-    layer, dy = RankBatchNorm.take_over(layer), dy.contiguous(memory_format=torch.channels_last)
+    layer, dy = sync_batchnorm.synchronize(layer), dy.contiguous(memory_format=torch.channels_last)
     with on_the_host(norm_kernel) as launched, Counter() as counter:
         y = layer(x.requires_grad_())
     assert len(launched) + len(operators) + counter.operators == forward
