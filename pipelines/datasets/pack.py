@@ -50,7 +50,7 @@ def open_pack(
     the numbers in KEY.cls. Images are turned as their EXIF tags say with `upright`. The result is kept in `kept`, and
     scanned again when a shard has changed, or with `scan`. Raises DataError.
     """
-    folder = Path(pack).expanduser()
+    folder = Path(os.path.expanduser(pack))
     if (folder / INDEX).is_file():
         index = load_index(folder / INDEX, root=folder)
         if index is None or index.pack is None:

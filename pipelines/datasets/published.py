@@ -8,6 +8,7 @@ import functools
 import http.client
 import importlib.util
 import math
+import os
 import re
 import socket
 import tarfile
@@ -53,7 +54,7 @@ def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = F
     from torchvision import datasets
     from torchvision.datasets.utils import check_integrity
 
-    root, part = Path(root).expanduser(), "train" if train else "test"
+    root, part = Path(os.path.expanduser(root)), "train" if train else "test"
     published = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[kind]
     title = kind.upper().replace("CIFAR", "CIFAR-")
     flat = (root / published.train_list[0][0]).is_file()
@@ -129,7 +130,7 @@ def voc07(root: str | Path, *parts: str) -> ImageIndex:
     DataError with file and line: a missing list, a wrong line, lists of different images, an image in two parts. An
     image without its file is a bad one.
     """
-    folder = _voc_folder(Path(root).expanduser())
+    folder = _voc_folder(root)
     names, columns = [], [[] for _ in VOC_CLASSES]
     for part in parts:
         lists = [_voc_list(folder, name, part) for name in VOC_CLASSES]
@@ -148,10 +149,11 @@ def voc07(root: str | Path, *parts: str) -> ImageIndex:
 
 def part_size(root: str | Path, part: str) -> int:
     """Return the number of images of one part, from a list of it. Raises DataError as `voc07`."""
-    return len(_voc_list(_voc_folder(Path(root).expanduser()), VOC_CLASSES[0], part)[1])
+    return len(_voc_list(_voc_folder(root), VOC_CLASSES[0], part)[1])
 
 
-def _voc_folder(root: Path) -> Path:
+def _voc_folder(root: str | Path) -> Path:
+    root = Path(os.path.expanduser(root))
     for folder in (root / "VOCdevkit" / "VOC2007", root / "VOC2007", root):
         if (folder / "ImageSets" / "Main").is_dir():
             return folder

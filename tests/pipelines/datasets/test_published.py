@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +18,7 @@ from torchvision import datasets
 from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from pipelines.data_errors import DataError
+from pipelines.datasets.pack import open_pack
 from pipelines.datasets.published import VOC_CLASSES, cifar, digits, part_size, voc07
 from tests.support.archives import Trap, tar_of
 from tests.support.colors import ALONE
@@ -282,6 +284,14 @@ def test_voc07_names_an_image_of_two_parts(tmp_path):
         rewrite(tmp_path, f"{name}_val.txt", lambda lines: lines.append("000003 1"))
     with pytest.raises(DataError, match="VOC2007: 000003 twice in the lists of train and val"):
         voc07(tmp_path, "train", "val")
+
+
+def test_data_below_the_home_of_no_account_are_not_there():
+    """Where pathlib would raise RuntimeError."""
+    cifar10 = partial(cifar, "cifar10")
+    for opened, said in ((cifar10, "no CIFAR-10"), (voc07, "no PASCAL VOC"), (open_pack, "no pack")):
+        with pytest.raises(DataError, match=f"{said}.* ~nobody-here/data"):
+            opened("~nobody-here/data")
 
 
 def test_voc07_names_what_is_missing_and_where_it_is(tmp_path):
