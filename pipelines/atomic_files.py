@@ -322,10 +322,10 @@ def advice(error: OSError, setting: str = "logging.folder") -> str:
         return "A limit on file sizes is in force (ulimit -f): raise it."
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return f"You cannot write there: check the owner, the mode and how it is mounted, or set {setting}."
-    if error.errno in (errno.EISDIR, errno.ENAMETOOLONG):
+    if error.errno == errno.ENAMETOOLONG:
         return f"A file cannot have this name there: set {setting} to another one."
-    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
-        return f"A file or a broken link is where a folder must be: move it away, or set {setting}."
+    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+        return f"A file, a folder or a broken link is in its place: move it away, or set {setting}."
     if error.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTCONN):
         return f"The folder or its mount has disappeared: bring it back, or set {setting}."
     return "The disk or the network file system failed: see the system's log (dmesg)."

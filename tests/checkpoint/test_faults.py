@@ -223,7 +223,7 @@ def test_read_error_at_any_call_names_the_file_or_leaves_a_cache_out(tmp_path, n
 
 
 CHECKPOINT = r"step_00000002 cannot be used: {}"
-SHARD = r"2/000000\.tar.*(Copy the pack here again|is a link that leads out|dmesg)"
+SHARD = r"2/000000\.tar.*(Copy the pack here again|is a link that leads out|dmesg|move it away)"
 WEIGHTS = r"(was changed after|holds no checkpoint|cannot be listed|has 54 GB)"
 # The writer of a file, and what is said of damage to it.
 FILES = {
