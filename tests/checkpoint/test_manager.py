@@ -51,9 +51,9 @@ def test_load_newest_names_each_damaged_one_and_stops_if_none_is_good(tmp_path):
     assert "step_00000002: meta.json cannot be read: No such file or directory" in message
     assert "move the folder away to start over" in message
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot be listed: .*Not a directory.*where a folder must be"):
+    with pytest.raises(CheckpointError, match=r"cannot be listed: .*Not a directory.*in its place"):
         newest(tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"File exists.*where a folder must be"):
+    with pytest.raises(CheckpointError, match=r"File exists.*in its place"):
         save(tmp_path / "file", 1)
 
 
