@@ -102,7 +102,10 @@ def image_root(config: Config, *, train: bool) -> Path:
 
 
 def index_path(config: Config, folder: Path, train: bool) -> Path:
-    """Return where the index of `folder` is kept: data.index (ConfigErrors for a folder), or in logging.folder."""
+    """Return where the index of `folder` is kept: data.index, or a file in logging.folder.
+
+    Raises ConfigErrors where data.index is a folder.
+    """
     if config.data.index is not None and train:
         path = typed_path(config.data.index)
         if os.path.isdir(path):

@@ -26,7 +26,10 @@ OPTIONS = ("--std=c++17",)
 
 
 def compiled(source: str, arch: str, options: tuple[str, ...] = ()) -> bytes:
-    """Return `source`, a file of this folder, compiled as by `cuda_compiler.compile_cuda`."""
+    """Return `source`, a file of this folder, as a cubin for "sm_XX" or as PTX for "compute_XX".
+
+    Raises KernelError with the compiler's log, or with the reason why there is no compiler.
+    """
     return cuda_compiler.compiled(SOURCES / source, arch, (*OPTIONS, *options))
 
 

@@ -173,8 +173,9 @@ class Memory:
 def memory_estimate(
     name: str, stem: str, size: int, *head: Any, views: int, precision: str = "bf16"
 ) -> Memory:
-    """Return the bytes that one rank needs to train on `views` views per step; `head` as of `network_cost`.
+    """Return the bytes that one rank needs to train on `views` views per step.
 
+    `head` as of `network_cost`.
     Weights, gradients and momentum are float32 in every precision; "bf16" and "fp16" keep activations in 16
     bits, "fp32" in 32. A ResNet-50 at 224 px keeps 45 MB per view in bf16, 23 GB for 512 views. Under DDP
     with gradient_as_bucket_view the buckets are the gradients; without, add their size again.

@@ -93,6 +93,7 @@ class Bottleneck(nn.Module):
         self.downsample = _downsample(inputs, outputs, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, inputs, S, S) to (B, outputs, S / stride, S / stride)."""
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.relu(self.bn2(self.conv2(y)))
         return join(self, self.bn3, self.conv3(y), x)
@@ -157,7 +158,7 @@ class WideResNet(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """A residual block whose BatchNorms and ReLUs are before its convolutions; shapes as of `BasicBlock`."""
+    """A residual block whose BatchNorms and ReLUs are before its convolutions."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1):
         super().__init__()
@@ -169,6 +170,7 @@ class WideBlock(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, inputs, S, S) to (B, outputs, S / stride, S / stride)."""
         inner = self.conv1(F.relu(self.bn1(x)))
         return self.conv2(F.relu(self.bn2(inner))) + self.shortcut(x)
 
@@ -181,6 +183,7 @@ class Convolution(nn.Conv2d):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (B, inputs, S, S) to (B, outputs, S / stride, S / stride)."""
         if x.dtype == torch.bfloat16 and x.shape[-2:] == (1, 1):
             return F.conv2d(x, self.weight, padding=self.padding)
         return super().forward(x)
@@ -232,8 +235,8 @@ def _encoder(name: str, stem: str) -> nn.Module:
 def _projection_head(
     width: int, hidden: int, output: int, batchnorm: HeadBatchNorm, layers: int
 ) -> nn.Sequential:
-    # Appendix H, where L_sup_out did not converge without, says only "before the final layer"; SimCLR, SwAV and PAWS
-    # have it before the ReLU. The keys become 0.*, 1.* (BatchNorm) and 3.*: neither head is loaded into the other.
+    # Appendix H says only "before the final layer"; SimCLR, SwAV and PAWS have it before the ReLU. The keys become
+    # 0.*, 1.* (BatchNorm) and 3.*, so neither head can be loaded into the other by mistake.
     inner: list[nn.Module] = []
     for inputs in [width, *[hidden] * (layers - 2)]:
         norm = [nn.BatchNorm1d(hidden)] if batchnorm else []
@@ -271,7 +274,8 @@ def _prediction_head(output: int) -> nn.Sequential:
 def initialize(model: nn.Module, seed: int) -> None:
     """Draw every parameter from one generator seeded with `seed`, without the global random state.
 
-    The distributions are torchvision's and the authors'. The draw depends on the seed and on the order of the modules.
+    The distributions are torchvision's and the authors': Kaiming normal (fan out) for convolutions, PyTorch's
+    default for Linear, gamma 1 and beta 0 everywhere. The draw depends on the seed and on the order of the modules.
     Raises TypeError for a layer without a rule.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -313,10 +317,17 @@ def build_model(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Model:
-    """Build the paper's network in float32: encoder and heads by the settings of `config.schema.ModelSection`.
+    """Build the paper's network in float32: encoder `name` and its projection head.
 
-    predicts: without a prediction head z itself predicts. classes: outputs of a linear classifier on h; prototypes:
-    outputs of a bias-free one on z; None: no such layer.
+    name: resnet50 (the paper's), resnet34, resnet18, wide_resnet28w2 (PAWS's for CIFAR-10, whose stem is "cifar"),
+        resnet_tiny (for tests and the demo), or timm/NAME.
+    stem: "imagenet" (7 x 7 stride 2, max-pool) or "cifar" (3 x 3 stride 1, no max-pool; for under 64 px).
+    hidden, output: widths of the head, Linear(width, hidden) - ReLU - Linear(hidden, output), no BatchNorm;
+    head_batchnorm adds one before each ReLU (paper Appendix H, where L_sup_out did not converge without); "all":
+    one of the output too, as SimCLR's authors have it;
+    head_layers: 2, or 3 with one more Linear(hidden, hidden) - ReLU.
+    prediction_head: PAWS's, on z; predicts: without such a head z itself predicts.
+    classes: outputs of a linear classifier on h; prototypes: outputs of a bias-free one on z; None: no such layer.
 
     The weights depend on the arguments alone and are drawn on the CPU: every rank builds the same ones, for
     any device. On the device "meta" there are shapes and no weights, which costs no time and no memory.

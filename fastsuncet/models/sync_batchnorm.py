@@ -256,7 +256,10 @@ def moments(x: Tensor, eps: float, by_cuda: bool) -> tuple[Tensor, Tensor]:
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float, by_cuda: bool
 ) -> Tensor:
-    """Return (x - mean) * inverse * weight + bias in x's dtype and layout; `inverse` is 1 / sqrt(variance + eps)."""
+    """Return (x - mean) * inverse * weight + bias, where `inverse` is 1 / sqrt(variance + eps).
+
+    Shape, dtype and layout are those of x.
+    """
     if by_cuda:
         return torch.batch_norm_elemt(_dense(x), weight, bias, mean, inverse, eps)
     y = (x - _per_channel(mean, x)).mul_(_per_channel(inverse * weight, x))
