@@ -8,7 +8,7 @@ A fine-tuning keeps them in its own folder, RUN/finetune/TAG. The first two can 
 """
 
 import csv
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -39,11 +39,11 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     # timm's published weights are no path, and have learned from none of these labels.
     begins = config.model.init not in (None, "timm")
     init = _table_of(typed_path(config.model.init)) if begins else folder / LEARNED
-    before = _read(init) if begins else {}
     held_out, warning = _held_out(images), []
+    before = _renamed(_read(init) if begins else {}, *_indices(images))
     learns = config.criterion.supervised
     rows = _with_rows(before, images, images.split.indices) if learns else before
-    if held_out and (known := int(_found(images.validation, before, images.train).sum())):
+    if known := len(before.keys() & held_out.keys()):
         others = init.with_name(HELD_OUT)
         name = others if others.is_file() else "FILE.csv, with labels that it has not learned from"
         warning.append(
@@ -62,7 +62,7 @@ def write_tuned_labels(
     `weights` and `supervised` as for `learned`. Raises CheckpointError for a disk that refuses.
     """
     before = _learned_by(weights, supervised)
-    rows = {} if before is None else _with_rows(before, images, chosen)
+    rows = {} if before is None else _with_rows(_renamed(before, *_indices(images)), images, chosen)
     _write(folder, {LEARNED: rows, HELD_OUT: _held_out(images)})
 
 
@@ -83,7 +83,7 @@ def left_to_judge(images: Images, weights: Path | None, supervised: bool, place:
     out. Where none would be left, return all images and how many these are.
     """
     given = images.held_out
-    if given is None or not _held_out(images):
+    if given is None or not _taken_out(images):
         return images, 0
     # What was learned by the old name of a class was learned.
     rows = _learned_by(weights, supervised)
@@ -125,19 +125,31 @@ def _drawn_among_new(weights: Path, index: ImageIndex, count: int) -> np.ndarray
     return chosen[np.isin(index.labels[chosen], np.delete(index.labels, chosen))]
 
 
-def _found(index: ImageIndex, rows: Rows, beside: ImageIndex | None = None) -> np.ndarray:
-    """Return which images of `index` are among `rows`, bool (N,): by name, or by length where a name has gone.
+def _found(index: ImageIndex, rows: Rows, *beside: ImageIndex) -> np.ndarray:
+    """Return which images of `index` are among `rows`, bool (N,); `beside` it are other images of the same folder."""
+    now = _renamed(rows, index, *beside)
+    return np.array([name in now for name in index.files], bool)
 
-    The names in `beside` have not gone. More images of one length than have gone, as in folders of BMP, are others; and
-    all are where less than half of what has gone is found: of other photos some have a length by chance.
+
+def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
+    """Return `rows` by the names of now: where one has gone, that of the new image of its length in bytes.
+
+    Not where more or fewer new images have this length, as in folders of BMP, and not at all where less than half of
+    what has gone is found: of other photos some have such a length by chance.
     """
-    found = np.array([name in rows for name in index.files], bool)
-    there = {*index.files, *(beside.files if beside else ())}
-    gone = Counter(length for file, (_, length) in rows.items() if length and file not in there)
-    lengths = index.lengths()
-    here = Counter(lengths[~found].tolist())
-    moved = {length: here[length] for length, count in gone.items() if here[length] <= count}
-    return found | np.isin(lengths, list(moved)) if 2 * sum(moved.values()) >= gone.total() else found
+    there = {name for index in indices for name in index.files}
+    gone, new = defaultdict(list), defaultdict(list)  # length -> names
+    for file, (_, length) in rows.items():
+        if length and file not in there:
+            gone[length].append(file)
+    for index in indices if gone else ():
+        for name, length in zip(index.files, index.lengths().tolist()):
+            if name not in rows:
+                new[length].append(name)
+    same = [(old, new[length]) for length, old in gone.items() if len(old) == len(new[length])]
+    moved = {old: name for pair in same for old, name in zip(*pair)}
+    known = 2 * len(moved) >= sum(map(len, gone.values()))
+    return {moved.get(file, file): row for file, row in rows.items()} if known else rows
 
 
 def _learned_by(weights: Path | None, supervised: bool) -> Rows | None:
@@ -173,9 +185,18 @@ def _table_of(weights: Path) -> Path:
 
 def _held_out(images: Images) -> Rows:
     """Return the rows of the validation images that are taken out of the training images; {} for others."""
-    if images.held_out is None or images.train.root is None or images.train.root != images.held_out.root:
-        return {}
-    return _rows(images.held_out, np.arange(len(images.held_out)))
+    return _rows(images.validation, np.arange(len(images.validation))) if _taken_out(images) else {}
+
+
+def _taken_out(images: Images) -> bool:
+    """Return whether the validation images are taken out of the training images."""
+    train, held_out = images.train, images.held_out
+    return held_out is not None and train.root is not None and train.root == held_out.root
+
+
+def _indices(images: Images) -> list[ImageIndex]:
+    """Return the images that lie below the folder of the training images."""
+    return [images.train, *([images.validation] if _taken_out(images) else [])]
 
 
 def _rows(index: ImageIndex, chosen: np.ndarray) -> Rows:

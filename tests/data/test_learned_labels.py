@@ -8,9 +8,10 @@ import pytest
 
 from fastsuncet.config import load_config
 from fastsuncet.data import learned_labels
-from fastsuncet.data.dataset import open_images
+from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.learned_labels import learned, left_to_judge, write_learned_labels
 from pipelines.datasets.folders import image_tree
+from pipelines.datasets.label_splits import labeled_split
 from tests.support.colors import ALONE
 from tests.support.pictures import write_images
 
@@ -97,6 +98,16 @@ def test_learned_labels_are_those_of_images_that_moved_since(config, tmp_path):
     assert known.sum() == 10
     there, held_out = learned_labels.held_out_of(Path("first"), index, 0)
     assert there is None and len(held_out) == 2 and all(name.startswith("moved/new") for name in held_out)
+    # They are no judges by their new names either.
+    one, other = (index.take(np.arange(start, 20, 2)) for start in (0, 1))
+    both = Images(one, labeled_split(one, "all"), other)
+    left, _ = left_to_judge(both, Path("first"), True, ALONE)
+    learned_there = int(known[1::2].sum())
+    assert len(left.validation) == 10 - learned_there and learned_there > 0
+    Path("second").mkdir()
+    (warning,) = write_learned_labels(Path("second"), both, load_config("run.yaml", ["model.init=first"]))
+    assert warning.startswith(f"{learned_there} of 10 validation images")
+    assert Path("second/learned.csv").read_text().count("\n") == 1 + 10 + learned_there
     # Of other photos a few have such a length by chance.
     assert not learned(Path("first"), index.take(np.flatnonzero(known)[:4]), True).any()
 
