@@ -55,14 +55,15 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
         trainer, lines = start(config, place, folder, lambda: signals.requested is not None, index)
         # Only now: a refused run must not overwrite the config of the run that is in the folder.
         if place.first:
-            if trainer.step == 0:
-                _move_results_aside(folder, config)
+            old = _results_of_earlier_weights(folder, config) if trainer.step == 0 else []
             if index is not None:
                 save_index(index, typed_path(config.data.index))
             note = f"# chosen for this hardware: {json.dumps(trainer.task.chosen)}\n"
             with disk_errors(folder / "config.yaml"):
                 text = trainer.task.config.written.to_yaml() + note
                 atomic_files.replace(folder / "config.yaml", text.encode())
+            if old:
+                _move_aside(old, folder)
             place.say(*lines)
             if trainer.step == 0:
                 from fastsuncet.data.learned_labels import write_learned_labels  # a continued run needs none
@@ -92,23 +93,25 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
         return trainer
 
 
-def _move_results_aside(folder: Path, config: Config) -> None:
-    """Move the results of weights that the run in `folder` had before a fresh start, and say where they are."""
+def _results_of_earlier_weights(folder: Path, config: Config) -> list[Path]:
+    """Return the results of weights that the run in `folder` had before a fresh start; not those of other encoders."""
     if not (found := sorted((folder / "results").glob("[!.]*.json"))):
-        return
+        return []
     from fastsuncet.commands.report.reading import home_of
     from fastsuncet.metrics.results import read_result
 
-    old = [path for path in found if home_of(read_result(path), folder, config) == str(folder)]
+    return [path for path in found if home_of(read_result(path), folder, config) == str(folder)]
+
+
+def _move_aside(results: list[Path], folder: Path) -> None:
     aside = next(path for n in count(1) if not (path := folder / f"results.superseded-{n}").exists())
     with disk_errors(aside):
-        for path in old:
-            atomic_files.make_folder(aside)
+        atomic_files.make_folder(aside)
+        for path in results:
             for file in (path.with_suffix(".png"), path):
                 if file.exists():
                     file.rename(aside / file.name)
-    if old:
-        say_line(f"results: a fresh start; {counted(len(old), 'earlier result')} moved to {aside}")
+    say_line(f"results: a fresh start; {counted(len(results), 'earlier result')} moved to {aside}")
 
 
 def start(

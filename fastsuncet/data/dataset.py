@@ -5,6 +5,7 @@ ask for a million files at once bring a file server down.
 """
 
 import hashlib
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -94,8 +95,9 @@ def _with_validation(config: Config, train: ImageIndex, split: Split) -> Images:
         try:
             chosen, labels = validated_by(train, table)
         except DataError as error:
-            if table.name == HELD_OUT and table.is_file():
-                again = f"`fastsuncet init` again, with --weights {table.parent} and a new --output NAME.yaml"
+            if table.name == HELD_OUT and table.is_file() and (table.parent / "config.yaml").is_file():
+                run = shlex.quote(str(table.parent))
+                again = f"`fastsuncet init` again, with --weights {run} and a new --output NAME.yaml"
                 remedy = f"Run {again}: it writes what still fits to NAME-{HELD_OUT}"
                 error.args = (f"{error}\nA run has written this file: leave it. {remedy}",)
             raise

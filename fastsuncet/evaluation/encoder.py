@@ -3,6 +3,7 @@
 An export is a file and a JSON, named by `record_path`, that says what network it is and which pixels it expects.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -21,7 +22,15 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
 from fastsuncet.evaluation.features import evaluation_view
 from fastsuncet.models import timm_backbone
-from fastsuncet.models.pretrained_weights import Weights, digest_of, fill, heads, read_weights_of, require_fit
+from fastsuncet.models.pretrained_weights import (
+    Weights,
+    digest_of,
+    fill,
+    heads,
+    read_weights,
+    read_weights_of,
+    require_fit,
+)
 from fastsuncet.models.resnet import build_model, projection_head_of, width_of, zeroed
 from fastsuncet.paths import typed_path
 from fastsuncet.training import methods
@@ -140,16 +149,23 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
     """Load the encoder in `where`: a run's folder (its newest good checkpoint), one checkpoint, or a file of weights.
 
     A folder of `fastsuncet finetune` is a run's folder too. A checkpoint's own config defines its network; that of a
-    file is the config's, where that is timm's, and else inferred from its shapes. The tensors of a projection head and
-    a classifier are kept. Raises ConfigError for what does not exist and for pixels normalized otherwise than `config`
-    says (without a `config` any will do); CheckpointError, with keys and shapes, for weights that do not fit.
+    file is the config's, where that is timm's and fits, and else inferred from its shapes. The tensors of a projection
+    head and a classifier are kept. Raises ConfigError for what does not exist and for pixels normalized otherwise than
+    `config` says (without a `config` any will do); CheckpointError, with keys and shapes, for weights that do not fit.
     """
     (found,) = choose(where)
     if found.is_dir():
         return _from_checkpoint(manager.load(found), config)
     if found.suffix != ".json" and os.path.lexists(record_path(found)):
         return _from_export(found, config)
-    return _encoder(read_weights_of(config.model.name if config else "", found), str(found))
+    if config is not None and config.model.name.startswith(TIMM):
+        try:
+            return _encoder(read_weights_of(config.model.name, found), str(found))
+        except CheckpointError as error:
+            with contextlib.suppress(CheckpointError):  # a ResNet to compare with
+                return _encoder(read_weights(found), str(found))
+            raise error from None
+    return _encoder(read_weights(found), str(found))
 
 
 def _encoder(

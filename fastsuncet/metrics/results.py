@@ -61,6 +61,7 @@ class LabelsRecord(BaseModel, strict=True, extra="allow"):
 
     fraction: FiniteFloat | None = None
     count: int | None = None
+    names: str | None = None
 
 
 class Record(BaseModel, strict=True, extra="allow"):
@@ -72,6 +73,7 @@ class Record(BaseModel, strict=True, extra="allow"):
     labels: LabelsRecord
     encoder: EncoderRecord
     setting: dict
+    asked: dict = {}
     run: str
     versions: dict
 

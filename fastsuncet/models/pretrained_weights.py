@@ -88,7 +88,8 @@ def read_weights_of(name: str, path: Path) -> Weights:
     network = timm_backbone.create(name, "meta")
     head, first = network.pretrained_cfg["classifier"], next(iter(network.state_dict()))
     # What stands before the network's names: "encoder." in a checkpoint of this project, "module." in those of DDP.
-    prefix = min((key.removesuffix(first) for key in tensors if key.endswith(first)), key=len, default="")
+    prefixes = {key.removesuffix(first) for key in tensors if key.endswith(first)}
+    prefix = max(prefixes, key=lambda each: sum(key.startswith(each) for key in tensors), default="")
     found = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
     weight, bias = (found.pop(f"{head}.{part}", None) for part in ("weight", "bias"))
     classifier = None if weight is None or bias is None else (weight.float(), bias.float())
@@ -173,7 +174,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     inner = _read(path)
     for _ in WRAPPINGS:  # not for ever: a mapping can hold itself
         values = [inner.get(key) for key in WRAPPINGS] if isinstance(inner, Mapping) else []
-        inner = next((value for value in values if isinstance(value, Mapping)), inner)
+        inner = next(
+            (value for value in values if isinstance(value, Mapping) and _holds_tensors(value)), inner
+        )
     named = inner if isinstance(inner, Mapping) else {}
     if tensors := {str(key): value for key, value in named.items() if isinstance(value, Tensor)}:
         return tensors
@@ -181,6 +184,10 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     raise CheckpointError(
         f"{path} holds no state_dict but {keys}; it must be at the top or under {', '.join(WRAPPINGS)}"
     )
+
+
+def _holds_tensors(value: Mapping[Any, Any]) -> bool:
+    return any(isinstance(x, Tensor) for x in value.values()) or any(key in value for key in WRAPPINGS)
 
 
 def _network(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ The file is read once, when a run starts. The run's checkpoints record its sha25
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def _fill(config: Config, model: nn.Module) -> Loaded:
     path = _file(config, typed_path(m.init))
     digest, about = digest_of(path), _described(path)
     _require_digest(config, digest, str(path))
-    if "to" in about and about.get("sha256") != digest:
+    if "record_sha256" in about and about.get("sha256") != digest:
         raise CheckpointError(f"{path} was changed after it was exported: its sha256 is {digest}")
     weights = read_weights_of(m.name, path)
     if (weights.name, weights.stem) != (m.name, m.stem):
@@ -83,10 +83,13 @@ def _described(path: Path) -> dict[str, Any]:
     return next((each for each in found if isinstance(each.get("config"), dict)), {})
 
 
-def _other_pixels(config: Config, mean: Sequence[float] | None, std: Sequence[float] | None) -> str:
+def _other_pixels(config: Config, mean: Any, std: Any) -> str:
     """Return the end of a note on weights for pixels normalized by `mean` and `std`, "" where these do not differ."""
     a = config.data.augmentation
-    if mean is None or std is None or (a.mean, a.std) == (tuple(mean), tuple(std)):
+    # In a JSON of another program they can be anything.
+    if not isinstance(mean, (list, tuple)) or not isinstance(std, (list, tuple)):
+        return ""
+    if (a.mean, a.std) == (tuple(mean), tuple(std)):
         return ""
     return f"; they were trained with data.augmentation.mean {tuple(mean)} and std {tuple(std)}"
 

@@ -35,7 +35,7 @@ def with_csv_labels(
 
     Raises DataError with every wrong line at once, by number.
     """
-    lines, names, given, wrong = _read_table(Path(table))
+    lines, names, given, wrong = _read_table(Path(table), classes or ())
     known = sorted(set(given)) if classes is None else classes
     number = {label: i for i, label in enumerate(known)}
     labels, missing = [-1] * len(index), []
@@ -112,7 +112,9 @@ def plain(name: str) -> str:
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
-def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[int, str]]]:
+def _read_table(
+    table: Path, classes: Sequence[str]
+) -> tuple[array, list[str], list[str], list[tuple[int, str]]]:
     """Return the lines, files and labels of the usable rows of a table, and what is wrong with its other lines."""
     usable, names, labels, wrong = array("q"), [], [], []
     try:
@@ -130,7 +132,8 @@ def _read_table(table: Path) -> tuple[array, list[str], list[str], list[tuple[in
                 wrong.append((line, "the label ends in a header: add the missing line break before it"))
             elif "\n" in label or "\r" in label:
                 wrong.append((line, "the label has a line break in it: is a quote not closed?"))
-            elif not label.isprintable() and any(map(_invisible, label)):
+            # A folder can have such a name.
+            elif not label.isprintable() and label not in classes and any(map(_invisible, label)):
                 wrong.append((line, f"the label {label!r} has an invisible character: remove it"))
             else:
                 usable.append(line)

@@ -24,7 +24,7 @@ import numpy as np
 from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
 from pipelines.datasets.image_headers import THREADS, image_size, in_threads, read_sizes, stamp
-from pipelines.datasets.index import ImageIndex, class_numbers, load_index, save_index
+from pipelines.datasets.index import ImageIndex, class_numbers, load_index, require_index, save_index
 from pipelines.datasets.shards import CHECKSUM, MEMBER, Scan, Shards, require_inside, scan_shard
 from pipelines.output import say_line, show_progress
 
@@ -68,6 +68,8 @@ def open_pack(
         index = load_index(kept, own=True) if kept is not None and not scan else None
         if index and index.pack is not None and index.pack.paths == paths and index.upright == upright:
             return index
+    if kept is not None:
+        require_index(kept)
     index = _scanned(paths, upright)
     if kept is not None:
         save_index(index, kept)

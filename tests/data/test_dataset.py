@@ -106,6 +106,7 @@ def test_validation_that_is_refused_names_its_key(here, validation, said):
     csv = [*labeled_tree(here), "data.bad_images=4"]
     for name in ("dog0", "dog1", "dog2", "dog3"):
         (here / "flat" / f"{name}.jpg").write_bytes(b"")
+    (here / "config.yaml").touch()  # HERE is a run's folder
     for name in ("check.csv", "held_out.csv"):
         (here / name).write_text("file,label\ncat0.jpg,cow\n")
     with pytest.raises(DataError) as caught:

@@ -100,6 +100,8 @@ def test_initial_weights_of_timms_networks(tmp_path, name):
     assert not found.head
     with pytest.raises(ConfigErrors, match=r"does\s+not\s+hold\s+the\s+heads"):
         loaded(config)
+    torch.save(build_model("resnet_tiny").encoder.state_dict(), path)
+    assert load_encoder(path, config).name == "resnet_tiny"
 
 
 @pytest.mark.slow

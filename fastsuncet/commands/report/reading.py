@@ -162,10 +162,11 @@ def measurement_of(record: Json) -> Measurement:
     return Measurement(record["kind"], labels_text(record["labels"] | ({"count": count} if count else {})))
 
 
-def drawn(images: int | None, validation: Any) -> int | None:
+def drawn(images: Any, validation: Any) -> int | None:
     """Return the labels to learn from of a draw of `images`, None without one; data.validation can be a share of it."""
-    share = validation if images and type(validation) is float else 0.0
-    return images and images - round(share * images)
+    if type(images) is not int:
+        return None
+    return images - round(validation * images) if type(validation) is float else images
 
 
 def setting_of(record: Json) -> Json:
