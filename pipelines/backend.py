@@ -29,10 +29,11 @@ Backend = Literal["auto", "dali", "torchvision"]  # auto: DALI where it can be i
 class LoaderOptions:
     """How a loader makes pixels. On a CPU nothing but `backend` changes a bit.
 
-    With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder. In between, such as
-    at DALI's default of 0.65, two decoders whose pixels can differ share a batch, sorted by subsampling and area: an
-    image's pixels then depend on its neighbors, and two ranks do not see what one sees. 0 costs throughput on an A100
-    (NVIDIA/DALI issue 5362) and none on an H200 (BENCHMARKS.md).
+    With DALI on a GPU `hw_decoder_share` of each batch, 0 to 1, goes to the hardware JPEG decoder. With DALI's default,
+    0.65, two decoders whose pixels can differ share a batch, sorted by subsampling and area: an image's pixels would
+    depend on its neighbors, and two ranks would not see what one sees. The price of 0 is throughput (on an A100
+    6,000 images/s, 7,000 with 0.75: NVIDIA/DALI issue 5362). On an H200 pixels depended on nothing else at 0 and at 1,
+    and a step took longer at 1 (BENCHMARKS.md).
     """
 
     backend: Backend = "auto"

@@ -129,8 +129,9 @@ class Config(Sections):
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """Return this config with other `values` of dotted keys. Raises as the constructor does."""
-        merged = nested({**flat(self.canonical()), **values})
-        return Config.from_document(replace(self._document, values=merged))
+        return Config.from_document(
+            replace(self._document, values=nested({**flat(self.canonical()), **values}))
+        )
 
     def resolved(self, values: Mapping[str, Any]) -> "Config":
         """Return this config with what its "auto" keys mean for a run: `values` of dotted keys. It keeps `written`."""

@@ -23,7 +23,7 @@ from PIL import Image
 
 from pipelines.data_errors import DataError
 from pipelines.datasets.folders import image_folder, with_headers
-from pipelines.datasets.image_headers import in_threads
+from pipelines.datasets.image_headers import in_threads, read_rgb
 from pipelines.datasets.index import ImageIndex, class_numbers
 from pipelines.output import first_five
 
@@ -67,7 +67,7 @@ def cifar(kind: str, root: str | Path, *, train: bool = True, download: bool = F
         if len(other := np.flatnonzero((index.sizes != 32).any(axis=1))):
             raise DataError(f"{index.path(other[0])} has not 32 x 32 pixels, as the images of {title} have")
         try:
-            pixels = in_threads(index.rgb, len(index))
+            pixels = in_threads(lambda i: read_rgb(index.path(i)), len(index))
         except RuntimeError as error:
             raise DataError(f"an image of {title} cannot be decoded: {error}") from error
         return replace(index, pixels=np.stack(pixels))

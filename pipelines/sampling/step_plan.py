@@ -62,9 +62,10 @@ class Plan:
         """
         step, part = divmod(number, self.passes)
         block = part * self.sampler.world_size // self.passes + self.rank
-        indices = self.sampler.rows(step, block)
+        indices = np.asarray(self.sampler.rows(step, block), np.int64)
         if replaced:
             indices = np.array([replaced.get(int(i), i) for i in indices], np.int64)
+        # self.batch and not len(indices): a sampler's last batch can be ragged.
         return _draws(self, step, indices, counter=step, first_row=block * self.batch)
 
     def stand_in(self, bad: int, attempt: int) -> int:
