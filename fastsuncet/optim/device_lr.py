@@ -83,7 +83,16 @@ class SGD(DeviceLR, torch.optim.SGD):
     step overflows in fp16, and the second step would read it.
     """
 
-    def __init__(self, params: Iterable[Any], lr: float | Tensor, **options: Any):
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor,
+        *,
+        momentum: float,
+        weight_decay: float,
+        nesterov: bool = False,
+    ):
+        options = {"momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(params, lr=lr, **options, fused=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

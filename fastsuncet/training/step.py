@@ -122,11 +122,14 @@ def build(
     paws.prior: labels. Weights depend on the seed alone: every rank builds the same ones, on any device.
     """
     m, model = config.model, build_model(config, classes, seed=config.meta.seed)
-    fused = m.fused_batchnorm is True
-    if fused or (m.sync_batchnorm and place.world_size > 1):
-        from fastsuncet.models.sync_batchnorm import fuse, synchronize
+    if m.fused_batchnorm is True:
+        from fastsuncet.models.sync_batchnorm import fuse
 
-        model = fuse(model, shared=m.sync_batchnorm) if fused else synchronize(model)
+        model = fuse(model, shared=m.sync_batchnorm)
+    elif m.sync_batchnorm and place.world_size > 1:
+        from fastsuncet.models.sync_batchnorm import synchronize
+
+        model = synchronize(model)
     layout = torch.channels_last if config.meta.channels_last else torch.preserve_format
     # Torch's stubs lack memory_format.
     model = model.to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
