@@ -33,12 +33,15 @@ class Batch:
 
 
 class PairedStream:
-    """`stream(step)` is this rank's batch: a pure function of (seed, step, rank) and of the files, as `Loader`."""
+    """`stream(step)` is this rank's batch: a pure function of (seed, step, rank) and of the files.
+
+    Consecutive steps are prepared ahead. Any other step starts there, and that is all that resuming needs.
+    """
 
     def __init__(
         self, config: Config, index: ImageIndex, labeled: np.ndarray, arithmetic: Arithmetic, place: Place
     ):
-        """`labeled`: numbers of the images that data.split chose, int64."""
+        """`labeled`: numbers of the images that data.split chose (`open_images` of dataset.py), int64."""
         self.index, self.arithmetic, self.place = index, arithmetic, place
         self.views = views(config)
         self.labeled_view = config.data.augmentation
