@@ -23,7 +23,7 @@ from fastsuncet.commands.embed import (
 )
 from fastsuncet.commands.pages import Prediction, prediction_page
 from fastsuncet.config import Config
-from fastsuncet.evaluation.classifier import Classifier, best_classifier, fitted_to
+from fastsuncet.evaluation.classifier import Classifier, best_classifier, fitted_to, two_best
 from pipelines import atomic_files
 from pipelines.datasets.folders import existing_folder
 from pipelines.datasets.index import ImageIndex
@@ -44,12 +44,6 @@ class TwoBest(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         label, probability = two_best(self.layer(self.encoder(images)))
         return torch.stack([label.float(), probability], 2).flatten(1)
-
-
-def two_best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return number and probability, (B, 2) each, of the two most probable classes by logits (B, C)."""
-    label = logits.topk(2).indices  # a high temperature makes probabilities equal in float32
-    return label, logits.softmax(1).gather(1, label)
 
 
 def predict(

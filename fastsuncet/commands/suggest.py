@@ -17,10 +17,9 @@ from fastsuncet.commands.embed import (
     say_skipped,
 )
 from fastsuncet.commands.pages import LARGE_SIDE, SAVED, labeling_page, thumbnail
-from fastsuncet.commands.predict import two_best
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
-from fastsuncet.evaluation.classifier import run_classifier
+from fastsuncet.evaluation.classifier import run_classifier, two_best
 from fastsuncet.evaluation.suggestions import typical
 from pipelines import atomic_files
 from pipelines.data_errors import DataError

@@ -82,6 +82,12 @@ def log_p(queries: Tensor, supports: Tensor, labels: Tensor, num_classes: int, t
     return npi_probabilities(queries, supports, labels, num_classes, temperature).clamp(min=tiny).log()
 
 
+def two_best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return number and probability, (B, 2) each, of the two most probable classes by logits (B, C)."""
+    label = logits.topk(2).indices  # a high temperature makes probabilities equal in float32
+    return label, logits.softmax(1).gather(1, label)
+
+
 def best_classifier(
     encoder: Encoder, config: Config, place: Place, *, skip_bad: bool = False
 ) -> tuple[Encoder, Classifier]:

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from fastsuncet.commands.predict import two_best
 from fastsuncet.evaluation.calibration import (
     calibrate,
     calibration_error,
@@ -13,6 +12,7 @@ from fastsuncet.evaluation.calibration import (
     folds,
     out_of_fold,
 )
+from fastsuncet.evaluation.classifier import two_best
 from fastsuncet.evaluation.linear import fit_linear, linear_logits
 from fastsuncet.evaluation.scoring import wilson_interval
 
