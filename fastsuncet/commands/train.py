@@ -95,10 +95,11 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
 
 def _results_of_earlier_weights(folder: Path, config: Config) -> list[Path]:
     """Return the results of weights that the run in `folder` had before a fresh start; not those of other encoders."""
-    if not (found := sorted((folder / "results").glob("[!.]*.json"))):
+    from fastsuncet.metrics.results import read_result, result_files  # a continued run needs neither
+
+    if not (found := result_files(folder)):
         return []
     from fastsuncet.commands.report.reading import home_of
-    from fastsuncet.metrics.results import read_result
 
     return [path for path in found if home_of(read_result(path), folder, config) == str(folder)]
 

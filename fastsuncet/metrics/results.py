@@ -100,7 +100,12 @@ def read_results(run: Path) -> list[dict[str, Any]]:
 
     Raises CheckpointError, which names the file and the problem, for a damaged one.
     """
-    return [read_result(path) for path in sorted((Path(run) / FOLDER).glob("[!.]*.json"))]
+    return list(map(read_result, result_files(run)))
+
+
+def result_files(run: Path) -> list[Path]:
+    """Return the files of the records of `run` in order of their names."""
+    return sorted((Path(run) / FOLDER).glob("[!.]*.json"))
 
 
 def read_result(path: Path) -> dict[str, Any]:
