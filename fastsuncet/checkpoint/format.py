@@ -46,6 +46,11 @@ class DamagedCheckpoint(Exception):
     """The reason why this checkpoint cannot be used. Another one can be good."""
 
 
+def record_path(weights: Path) -> Path:
+    """Return the JSON that describes the exported file `weights`: in a folder of its own, or next to the file."""
+    return weights.with_name("fastsuncet.json") if weights.name == MODEL else weights.with_suffix(".json")
+
+
 # ------------------------------------------------------------------------------------------------------ write
 def encode(model: dict[str, Tensor], state: dict[str, Any]) -> dict[str, bytes]:
     """Return the content of the model's and the state's file. Copying tensors to the host waits for the device.

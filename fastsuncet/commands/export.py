@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import format, manager
+from fastsuncet.checkpoint.format import record_path
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.config.schema import TIMM
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError
-from fastsuncet.evaluation.encoder import RECORD_BYTES, WEIGHTS, Encoder, choose, load_encoder, record_path
+from fastsuncet.evaluation.encoder import RECORD_BYTES, WEIGHTS, Encoder, choose, load_encoder
 from fastsuncet.metrics import results, writer
 from fastsuncet.models import export_formats, timm_backbone
 from fastsuncet.versions import versions

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.format import META, MODEL, LoadedCheckpoint
+from fastsuncet.checkpoint.format import META, MODEL, LoadedCheckpoint, record_path
 from fastsuncet.checkpoint.run_folder import on_every_rank, on_rank_0
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.config.schema import TIMM
@@ -193,11 +193,6 @@ def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta").to_empty(device="cpu")
     layer.load_state_dict({"weight": weight, "bias": bias})
     return layer
-
-
-def record_path(weights: Path) -> Path:
-    """Return the JSON that describes the exported file `weights`: in a folder of its own, or next to the file."""
-    return weights.with_name("fastsuncet.json") if weights.name == WEIGHTS else weights.with_suffix(".json")
 
 
 def _from_export(path: Path, shown: Config | None) -> Encoder:

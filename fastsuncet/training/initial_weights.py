@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.checkpoint.format import META, MODEL
+from fastsuncet.checkpoint.format import META, MODEL, record_path
 from fastsuncet.checkpoint.run_folder import on_rank_0
 from fastsuncet.config import Config, flat
 from fastsuncet.distributed.collectives import broadcast
@@ -78,8 +78,8 @@ def _fill(config: Config, model: nn.Module) -> Loaded:
 
 def _described(path: Path) -> dict[str, Any]:
     """Return what lies beside the weights of a checkpoint or an export; {} for those of another program."""
-    beside = [path.with_name(META), path.with_name("fastsuncet.json")] if path.name == MODEL else []
-    found = map(atomic_files.read_object, [*beside, path.with_suffix(".json")])
+    beside = [path.with_name(META)] if path.name == MODEL else []
+    found = map(atomic_files.read_object, [*beside, record_path(path)])
     return next((each for each in found if isinstance(each.get("config"), dict)), {})
 
 
@@ -87,9 +87,8 @@ def _other_pixels(config: Config, mean: Any, std: Any) -> str:
     """Return the end of a note on weights for pixels normalized by `mean` and `std`, "" where these do not differ."""
     a = config.data.augmentation
     # In a JSON of another program they can be anything.
-    if not isinstance(mean, (list, tuple)) or not isinstance(std, (list, tuple)):
-        return ""
-    if (a.mean, a.std) == (tuple(mean), tuple(std)):
+    known = isinstance(mean, (list, tuple)) and isinstance(std, (list, tuple))
+    if not known or (a.mean, a.std) == (tuple(mean), tuple(std)):
         return ""
     return f"; they were trained with data.augmentation.mean {tuple(mean)} and std {tuple(std)}"
 
