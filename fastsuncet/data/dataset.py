@@ -95,12 +95,12 @@ def _with_validation(config: Config, train: ImageIndex, split: Split) -> Images:
         try:
             chosen, labels = validated_by(train, table)
         except DataError as error:
-            if table.name == HELD_OUT and table.is_file() and (table.parent / "config.yaml").is_file():
-                run = shlex.quote(str(table.parent))
-                again = f"`fastsuncet init` again, with --weights {run} and a new --output NAME.yaml"
-                remedy = f"Run {again}: it writes what still fits to NAME-{HELD_OUT}"
-                error.args = (f"{error}\nA run has written this file: leave it. {remedy}",)
-            raise
+            if table.name != HELD_OUT or not table.is_file() or not (table.parent / "config.yaml").is_file():
+                raise
+            run = shlex.quote(str(table.parent))
+            again = f"`fastsuncet init` again, with --weights {run} and a new --output NAME.yaml"
+            remedy = f"Run {again}: it writes what still fits to NAME-{HELD_OUT}"
+            raise DataError(f"{error}\nA run has written this file: leave it. {remedy}") from error
     return Images(*without(train, split, chosen), replace(train.take(chosen), labels=labels))
 
 

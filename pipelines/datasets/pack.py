@@ -69,7 +69,7 @@ def open_pack(
         if index and index.pack is not None and index.pack.paths == paths and index.upright == upright:
             return index
     if kept is not None:
-        require_index(kept)
+        require_index(kept)  # before all shards are read
     index = _scanned(paths, upright)
     if kept is not None:
         save_index(index, kept)
