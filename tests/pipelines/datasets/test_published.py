@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import pickle
+import re
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -216,8 +217,7 @@ def test_digits_are_split_by_class_and_keep_their_picture():
         levels = torch.from_numpy(data.images[numbers] * (255 / 16))[None]
         expected = F.interpolate(levels, scale_factor=2, mode="bilinear")[0].numpy()
         assert np.abs(index.pixels - expected[..., None]).max() <= 1.5  # rounded before and between the axes
-    share = np.bincount(test.labels) / np.bincount(data.target)
-    assert (np.abs(share - 0.2) < 0.01).all()
+    assert (np.abs(np.bincount(test.labels) / np.bincount(data.target) - 0.2) < 0.01).all()
 
 
 def test_digits_say_what_to_install(monkeypatch):
@@ -230,11 +230,9 @@ def lists(root):
     return root / "VOCdevkit" / "VOC2007" / "ImageSets" / "Main"
 
 
-def rewrite(root, name: str, change) -> None:
+def rewrite(root, name: str, line: str, new: str) -> None:
     path = lists(root) / name
-    lines = path.read_text().splitlines()
-    change(lines)
-    path.write_text("".join(f"{line}\n" for line in lines))
+    path.write_text(re.sub(line, new, path.read_text()))
 
 
 def test_voc07_parts_have_their_images_and_presence(tmp_path):
@@ -255,25 +253,21 @@ def test_voc07_parts_have_their_images_and_presence(tmp_path):
     assert [tuple(images.shape) for (images,) in loader] == [(4, 3, 24, 24), (4, 3, 24, 24), (3, 3, 24, 24)]
 
 
-def set_line(number, text):
-    return lambda lines: lines.__setitem__(number - 1, text)
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("line", "new", "said"),
     [
-        (set_line(2, "000008"), r"cat_val.txt line 2 is not the name of an image and 1, -1 or 0"),
-        (set_line(2, "000008 1 1"), "line 2 is not"),
-        (set_line(3, "000009 2"), "line 3 is not"),
-        (set_line(3, "../../x 1"), "line 3 is not"),
-        (lambda lines: lines.clear(), "line 1 is not"),
-        (set_line(3, "000007 1"), "cat_val.txt names other images than .*aeroplane_val.txt"),
-        (lambda lines: lines.pop(3), "cat_val.txt names other images"),
+        ("000008.*", "000008", r"cat_val.txt line 2 is not the name of an image and 1, -1 or 0"),
+        ("000008.*", "000008 1 1", "line 2 is not"),
+        ("000009.*", "000009 2", "line 3 is not"),
+        ("000009.*", "../../x 1", "line 3 is not"),
+        ("(?s)^.*$", "", "line 1 is not"),
+        ("000009.*", "000007 1", "cat_val.txt names other images than .*aeroplane_val.txt"),
+        ("000010.*\n", "", "cat_val.txt names other images"),
     ],
 )
-def test_voc07_names_a_wrong_list_with_its_line(tmp_path, change, said):
+def test_voc07_names_a_wrong_list_with_its_line(tmp_path, line, new, said):
     write_voc(tmp_path)
-    rewrite(tmp_path, "cat_val.txt", change)
+    rewrite(tmp_path, "cat_val.txt", line, new)
     with pytest.raises(DataError, match=said):
         voc07(tmp_path, "val")
 
@@ -281,7 +275,7 @@ def test_voc07_names_a_wrong_list_with_its_line(tmp_path, change, said):
 def test_voc07_names_an_image_of_two_parts(tmp_path):
     write_voc(tmp_path)
     for name in VOC_CLASSES:
-        rewrite(tmp_path, f"{name}_val.txt", lambda lines: lines.append("000003 1"))
+        rewrite(tmp_path, f"{name}_val.txt", "^", "000003 1\n")
     with pytest.raises(DataError, match="VOC2007: 000003 twice in the lists of train and val"):
         voc07(tmp_path, "train", "val")
 
