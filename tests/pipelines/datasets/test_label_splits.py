@@ -56,13 +56,10 @@ def test_bernoulli_is_the_authors_draw_image_by_image(count, fraction, seed):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    ("fraction", "count"), [(0.01, 520), (0.05, 2491), (0.1, 5006), (0.2, 9945), (0.5, 25009), (1.0, 50000)]
-)
-def test_bernoulli_on_cifar10_has_the_recipes_images(fraction, count):
-    chosen = bernoulli(50_000, fraction, seed=0)
-    assert len(chosen) == count
-    assert np.array_equal(chosen, load_vectors("vectors_cifar10_bernoulli_splits")[f"p{fraction}"])
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.1, 0.2, 0.5, 1.0])
+def test_bernoulli_on_cifar10_has_the_recipes_images(fraction):
+    images = load_vectors("vectors_cifar10_bernoulli_splits")[f"p{fraction}"]
+    assert np.array_equal(bernoulli(50_000, fraction, seed=0), images)
 
 
 @given(
@@ -162,9 +159,8 @@ def test_listed_refuses_wrong_and_repeated_lines(index, names, lines, said):
 
 @pytest.mark.parametrize(("digest", "share"), [(d, name) for d, (name, _) in IMAGENET_LISTS.items()])
 def test_listed_knows_the_papers_lists(digest, share):
-    folder = FOLDER.parent / "data" / "imagenet_subsets"
     lists = {"ImageNet 1%": "1percent.txt", "ImageNet 10%": "10percent.txt"}
-    file = folder / lists[share]
+    file = FOLDER.parent / "data" / "imagenet_subsets" / lists[share]
     if not file.exists():
         pytest.skip(f"no {file}: the ImageNet lists are not on this machine")
     lines = file.read_text().splitlines()
@@ -194,8 +190,7 @@ def test_labeled_split_csv_must_agree_with_the_folder(index, tmp_path):
     split = labeled_split(index, "csv", file=table)
     assert split.indices.tolist() == [0, 9] and split.source == "labels.csv"
     table.write_text("file,label\nn03/n03_1.JPEG,n02\n")
-    said = r"1 labels differ .*n03_1.JPEG \(n02 instead of n03\)"
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=r"1 labels differ .*n03_1.JPEG \(n02 instead of n03\)"):
         labeled_split(index, "csv", file=table)
     table.write_text("file,label\nn03/n03_1.JPEG,zebra\n")
     with pytest.raises(DataError, match="'zebra' is not one of the 4 classes"):
