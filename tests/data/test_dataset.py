@@ -140,8 +140,7 @@ def test_synthetic_images_depend_on_the_seed_alone():
     assert not np.array_equal(one.train.pixels[:4], one.validation.pixels)
     # A change here is a change of every such run.
     assert one.train.pixels[3, 1, 2].tolist() == [155, 133, 79]
-    other = opened(*keys, "data.split.kind=all", "meta.seed=1")
-    assert other.fingerprint() != one.fingerprint()
+    assert opened(*keys, "data.split.kind=all", "meta.seed=1").fingerprint() != one.fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,7 @@ def test_engine_on_a_gpu_gives_an_image_the_same_pixels_in_every_row(index):
 
 @pytest.mark.gpu
 def test_engine_on_a_gpu_stays_within_two_steps_of_training_and_keeps_its_pixels(index):
-    plan = unlabeled(index)
-    beside, alone = (engine_on("gpu", plan) for _ in range(2))
+    beside, alone = (engine_on("gpu", unlabeled(index)) for _ in range(2))
     expected = [[view.clone() for view in alone.run()] for _ in range(5)]
     found, trained = [], []
     for _ in range(5):

@@ -30,15 +30,10 @@ words = st.text(letters, max_size=12).map(lambda text: os.fsdecode(text.encode()
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def index(tmp_path) -> ImageIndex:
     for name, width in {"cat/a.jpg": 8, "cat/b.png": 9, "dog/a.jpg": 10, "dog/c.jpg": 11}.items():
         write_image(tmp_path / "images" / name, width)
-    return tmp_path / "images"
-
-
-@pytest.fixture
-def index(folder) -> ImageIndex:
-    return image_folder(folder)
+    return image_folder(tmp_path / "images")
 
 
 def small_index(**changes) -> ImageIndex:
@@ -287,7 +282,7 @@ def test_load_index_refuses_exchanged_parts(kept, tmp_path, monkeypatch, changes
 
 @pytest.mark.parametrize("name", ["../secret.jpg", "/etc/passwd", "cat/../../secret.jpg"])
 def test_load_index_refuses_names_outside_its_root(tmp_path, name):
-    stamps = np.zeros((2, 2), np.int64)
-    save_index(small_index(files=["a.jpg", name], stamps=stamps), tmp_path / "index.npz")
+    index = small_index(files=["a.jpg", name], stamps=np.zeros((2, 2), np.int64))
+    save_index(index, tmp_path / "index.npz")
     with pytest.raises(DataError, match="leads out"):
         load_index(tmp_path / "index.npz")

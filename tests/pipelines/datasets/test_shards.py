@@ -128,8 +128,8 @@ def test_open_pack_keeps_a_scan_until_a_shard_changes(folder, tmp_path, monkeypa
 
 def test_open_pack_finds_a_size_behind_a_long_header(tmp_path):
     """PIL is given the beginning of an image, and all of it where that is not enough."""
-    profile = np.random.default_rng(0).bytes(200_000)
-    tar_of(tmp_path / "a.tar", ("1.jpg", picture(30, icc_profile=profile)))
+    content = picture(30, icc_profile=np.random.default_rng(0).bytes(200_000))
+    tar_of(tmp_path / "a.tar", ("1.jpg", content))
     assert open_pack(tmp_path / "a.tar").sizes.tolist() == [[7, 30]]
 
 

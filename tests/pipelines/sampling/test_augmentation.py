@@ -127,8 +127,7 @@ def test_draws_are_uniform_over_their_ranges_in_the_share_of_images_that_is_set(
         values = drawn[jittered if share == 0.8 else drawn > 0].astype(np.float32)
         assert abs(len(values) / COUNT - share) < 4 * math.sqrt(share * (1 - share) / COUNT), name
         assert values.min() >= np.float32(low) and values.max() <= np.float32(high), name
-        ideal = np.linspace(low, high, len(values))
-        difference = np.abs(np.sort(values) - ideal).max()
+        difference = np.abs(np.sort(values) - np.linspace(low, high, len(values))).max()
         assert difference <= 1.95 / math.sqrt(len(values)) * (high - low), name
 
 

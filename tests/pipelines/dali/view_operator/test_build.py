@@ -238,8 +238,7 @@ def test_load_passes_a_path_that_is_not_utf8_as_bytes(monkeypatch):
 
 
 def test_loader_refuses_the_view_operator_where_torchvision_reads(index):
-    said = "view_operator: true is for DALI, but torchvision reads the images"
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match="view_operator: true is for DALI, but torchvision reads the images"):
         opened(unlabeled(index), "torchvision", view_operator=True)
 
 
@@ -255,8 +254,7 @@ def test_blur_keeps_its_sums_in_registers_on_every_processor():
     code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # The default has no name of its own in g++'s code.
     functions = re.findall(r"^\w*convolve\w*(?:\.(avx\w+|default))?:\n(.*?)\.cfi_endproc", code, re.M | re.S)
-    kinds = sorted(kind for kind, _ in functions if kind not in ("", "default"))
-    assert kinds == ["avx2", "avx512f"]
+    assert sorted(kind for kind, _ in functions if kind not in ("", "default")) == ["avx2", "avx512f"]
     for kind, body in functions:
         register = {"avx512f": "zmm", "avx2": "ymm"}.get(kind, "xmm")
         assert len(re.findall(rf"\bv?addps\b.*%{register}", body)) >= 4, kind
