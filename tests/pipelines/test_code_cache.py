@@ -17,9 +17,8 @@ def test_read_gives_no_code_that_others_could_write(tmp_path, name, mode):
     unsafe = path.parent if name == "folder" else path
     unsafe.chmod(mode)
     assert code_cache.read(path) is None
-    assert code_cache.problem(path).startswith(
-        f"other users can write to {unsafe}, and compiled code is exec"
-    )
+    said = f"other users can write to {unsafe}, and compiled code is executed"
+    assert code_cache.problem(path).startswith(said)
     unsafe.chmod(0o755)
     assert code_cache.read(path) == b"code"
 
