@@ -221,16 +221,12 @@ def test_next_write_removes_what_a_killed_one_left_and_nothing_else(tmp_path, mo
     with atomic_files.replacing(path) as stream:
         stream.write(b"whole")
         # An open file takes its room of the disk also without a name.
-        assert not any("(deleted)" in name and str(tmp_path) in name for name in open_files())
+        names = [os.path.realpath(file) for file in Path("/proc/self/fd").iterdir()]
+        assert not any("(deleted)" in name and str(tmp_path) in name for name in names)
     left = set(os.listdir(tmp_path)) - {"file"}
     assert path.read_bytes() == b"whole" and len(left) == 1
     atomic_files.replace(tmp_path / "other", b"whole")
     assert sorted(os.listdir(tmp_path)) == ["file", "other"]
-
-
-def open_files() -> list[str]:
-    folder = Path("/proc/self/fd")
-    return [os.readlink(folder / number) for number in os.listdir(folder) if os.path.lexists(folder / number)]
 
 
 def no_lock(*_) -> None:

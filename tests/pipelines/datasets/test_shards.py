@@ -27,7 +27,6 @@ def picture(width: int = 9, kind: str = "JPEG", **options) -> bytes:
 def folder(tmp_path) -> Path:
     """Two shards of five images, with members that are no images between them."""
     root = tmp_path / "shards"
-    root.mkdir()
     tar_of(
         root / "a-000.tar",
         ("./n01_1.jpg", picture(11)),
@@ -46,10 +45,7 @@ def folder(tmp_path) -> Path:
         ("deep/5.jpg", b"<html>"),
         kind=tarfile.GNU_FORMAT,
     )
-    with tarfile.open(root / "a-001.tar", "a") as tar:
-        directory = tarfile.TarInfo("deep")
-        directory.type = tarfile.DIRTYPE
-        tar.addfile(directory)
+    tar_of(root / "a-001.tar", ("deep", b""), mode="a", type=tarfile.DIRTYPE)
     return root
 
 
