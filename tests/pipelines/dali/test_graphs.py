@@ -90,9 +90,6 @@ class GivenViews:
     def __call__(self, step, replaced=None) -> BatchDraws:
         return BatchDraws(step, np.arange(len(self.index)), self.index.labels, self.views)
 
-    def stand_in(self, bad, attempt):
-        raise AssertionError("no image is bad")
-
 
 def levels_of(index: ImageIndex, chosen: dict[str, Case], **options) -> dict[str, torch.Tensor]:
     """Each view of all images, (N, 3, S, S) in gray levels."""
