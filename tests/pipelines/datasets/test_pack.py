@@ -103,12 +103,9 @@ def test_bad_images_keep_their_numbers_without_bytes(tmp_path, index):
     assert check(packed, "torchvision").bad == {2: reason, 4: scanned.bad[4]}
 
 
-# -- a kill while writing; tests/checkpoint/test_faults.py has one at every call
-
-
 @pytest.fixture
 def part(index, tmp_path, monkeypatch) -> Path:
-    """The FOLDER.part-HASH of a packing into `cut` that was stopped at its end."""
+    """The FOLDER.part-HASH of a packing into `cut` that was stopped at its end (test_faults.py: at every call)."""
 
     def stop(what, count, total):
         if count == total:
