@@ -167,15 +167,14 @@ def test_cifar_names_a_failed_download_and_tries_again(published, tmp_path, monk
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cifar_reads_folders_into_memory(kind, tmp_path):
-    for name in NAMES[kind]:
+    names, first = NAMES[kind], tmp_path / "train" / NAMES[kind][0]
+    for name in names:
         write_image(tmp_path / "train" / name / "1.png", 32, 32)
         write_image(tmp_path / "test" / name / "7.png", 32, 32)
     train = cifar(kind, tmp_path)
-    count = len(NAMES[kind])
-    assert train.pixels.shape == (count, 32, 32, 3) and train.labels.tolist() == list(range(count))
-    assert cifar(kind, tmp_path, train=False).name(0) == f"{NAMES[kind][0]}/7.png"
-    name = NAMES[kind][0]
-    with Image.open(tmp_path / "train" / name / "1.png") as image:
+    assert train.pixels.shape == (len(names), 32, 32, 3) and train.labels.tolist() == list(range(len(names)))
+    assert cifar(kind, tmp_path, train=False).name(0) == f"{names[0]}/7.png"
+    with Image.open(first / "1.png") as image:
         assert np.array_equal(train.pixels[0], np.asarray(image))
     jpeg, narrow = (write_image(tmp_path / "a.jpg", width, 32).read_bytes() for width in (32, 31))
     for content, said in (
@@ -183,7 +182,7 @@ def test_cifar_reads_folders_into_memory(kind, tmp_path):
         (jpeg[: len(jpeg) // 2], r"an image of CIFAR-100? cannot be decoded: .*2\.jpg"),
         (b"", r"2\.jpg: an empty file"),
     ):
-        (tmp_path / "train" / name / "2.jpg").write_bytes(content)
+        (first / "2.jpg").write_bytes(content)
         with pytest.raises(DataError, match=said):
             cifar(kind, tmp_path)
     write_image(tmp_path / "train" / "zebra" / "1.jpg", 32, 32)
