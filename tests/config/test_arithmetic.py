@@ -109,21 +109,18 @@ def test_arithmetic_takes_the_least_that_fits():
     warmup=st.floats(0, 20),
 )
 def test_arithmetic_adds_up(world_size, local, images, classes, per_class, epochs, switch_off, warmup):
-    assume(images >= world_size * local)
-    assume(warmup < epochs)
-    criterion = {"temperature": 1.0, "unsupervised_batch_size": world_size * local}
+    batch = world_size * local
+    steps = epochs * (images // batch)
+    # Rounded to steps, a warm-up can be the whole run.
+    assume(warmup < epochs and round(warmup * (images // batch)) < steps)
+    criterion = {"temperature": 1.0, "unsupervised_batch_size": batch}
     criterion |= {"classes_per_batch": classes, "supervised_imgs_per_class": world_size * per_class}
     values = {
         "data": {"kind": "image_folder", "root": "/", "split": {"kind": "all"}},
         "criterion": criterion | {"supervised_epochs": switch_off},
         "optimization": {"lr": 1.0, "epochs": epochs, "warmup": warmup},
     }
-    config = Config.from_values(values)
-    steps = epochs * (images // (world_size * local))
-    if round(warmup * (images // (world_size * local))) >= steps:  # rounded to steps it is the whole run
-        assert "must be shorter than the run" in refused(config, world_size, images)
-        return
-    sizes = config.resolve(world_size, images)
+    sizes = Config.from_values(values).resolve(world_size, images)
     assert sizes.steps == steps == epochs * sizes.steps_per_epoch
     assert 0 <= sizes.warmup_steps < sizes.steps
     assert 0 <= sizes.supervised_steps <= sizes.steps
