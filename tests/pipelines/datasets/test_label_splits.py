@@ -189,6 +189,3 @@ def test_labeled_split_csv_must_agree_with_the_folder(index, tmp_path):
     table.write_text("file,label\nn03/n03_1.JPEG,n02\n")
     with pytest.raises(DataError, match=r"1 labels differ .*n03_1.JPEG \(n02 instead of n03\)"):
         labeled_split(index, "csv", file=table)
-    table.write_text("file,label\nn03/n03_1.JPEG,zebra\n")
-    with pytest.raises(DataError, match="'zebra' is not one of the 4 classes"):
-        labeled_split(index, "csv", file=table)
