@@ -30,14 +30,6 @@ def inputs(count: int, **factors) -> dict[str, np.ndarray]:
     return {name: values.astype(kinds.get(name, np.float32)) for name, values in given.items()}
 
 
-def require_same_bits(images, given, augmentation=check_equal.EXACT) -> list[np.ndarray]:
-    expected, made = check_equal.both(images, given, augmentation)
-    for ours, theirs in zip(made, expected, strict=True):
-        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype == np.float32
-        np.testing.assert_array_equal(ours, theirs)
-    return made
-
-
 def cube(step: int, first: int) -> np.ndarray:
     """All colors whose levels are first, first + step, ... and 0 and 255: (n, n * n, 3)."""
     levels = np.unique(np.append(np.arange(first, 256, step), [0, 255])).astype(np.uint8)
@@ -89,7 +81,10 @@ BATCHES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 def test_view_operator_has_dalis_bits(batch):
-    require_same_bits(*BATCHES[batch]())
+    expected, made = check_equal.both(*BATCHES[batch]())
+    for ours, theirs in zip(made, expected, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype == np.float32
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.slow
