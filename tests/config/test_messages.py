@@ -8,10 +8,8 @@ from fastsuncet.config import ConfigErrors
 from fastsuncet.config.schema import CONFIG
 from tests.support.configs import GOOD, load, refusal, wrong_files
 
-WRONG = wrong_files(Path(__file__).parent / "wrong_configs.txt")
 
-
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", wrong_files(Path(__file__).parent / "wrong_configs.txt"))
 def test_messages_wrong_config(case):
     with pytest.raises(ConfigErrors) as caught:
         load(case.text, *case.overrides)

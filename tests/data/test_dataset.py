@@ -19,7 +19,11 @@ from tests.support.archives import tar_of
 from tests.support.colors import ALONE
 from tests.support.pictures import write_image, write_images
 
-CONFIG = """\
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("""\
 data:
   kind: images
   root: tree
@@ -27,13 +31,7 @@ data:
   backend: torchvision
 criterion: {temperature: 0.1, unsupervised_batch_size: 2}
 optimization: {steps: 1, lr: 1.0}
-"""
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(CONFIG)
+""")
     write_images(tmp_path / "tree", "1.jpg", "x/2.png", "x/y/3.jpg")
     return tmp_path
 

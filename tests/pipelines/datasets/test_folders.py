@@ -21,8 +21,6 @@ from pipelines.datasets.image_headers import read_rgb
 from pipelines.datasets.index import ImageIndex, class_numbers, load_index, save_index, with_classes
 from tests.support.pictures import texture, write_image, write_images
 
-CAFE = os.fsdecode("caf\xe9/4.jpg".encode())  # UTF-8 on the disk, whatever the locale
-
 
 def table(path, *lines, encoding="utf-8"):
     path.write_text("\n".join(lines) + "\n", encoding=encoding)
@@ -297,7 +295,8 @@ def test_links_are_followed_to_files_inside_the_root_only(tmp_path):
 
 @pytest.fixture
 def tree(tmp_path):
-    return write_images(tmp_path / "tree", "1.jpg", "x/2.jpg", "x/y/3.jpg", CAFE)
+    cafe = os.fsdecode("caf\xe9/4.jpg".encode())  # UTF-8 on the disk, whatever the locale
+    return write_images(tmp_path / "tree", "1.jpg", "x/2.jpg", "x/y/3.jpg", cafe)
 
 
 def test_csv_labels_are_any_text_in_sorted_order(tree, tmp_path):

@@ -214,17 +214,14 @@ def test_reads_in_pieces_are_joined_and_failed_ones_named(index, pack, monkeypat
         packed.content(3)
 
 
-CONFIG = """\
-data: {kind: image_folder, root: ., train: images, validation: null, backend: torchvision}
-criterion: {temperature: 0.1, unsupervised_batch_size: 2}
-optimization: {epochs: 1, lr: 1.0}
-"""
-
-
 @pytest.fixture
 def here(index, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "run.yaml").write_text("""\
+data: {kind: image_folder, root: ., train: images, validation: null, backend: torchvision}
+criterion: {temperature: 0.1, unsupervised_batch_size: 2}
+optimization: {epochs: 1, lr: 1.0}
+""")
     return tmp_path
 
 
