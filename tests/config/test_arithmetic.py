@@ -1,10 +1,10 @@
-"""The sizes of a run: the paper's numbers of updates, and whatever the sizes, they add up."""
+"""The sizes of a run: the paper's numbers of updates, what fits and what does not, and pieces of any batch."""
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fastsuncet.config import Config, ConfigErrors, load_config
+from fastsuncet.config import ConfigErrors, load_config
 from fastsuncet.config.arithmetic import piece_sizes
 from tests.support.configs import GOOD, load
 
@@ -96,36 +96,9 @@ def test_arithmetic_takes_the_least_that_fits():
     # With 0 epochs the labeled batch is never asked for.
     never = load(GOOD, *SUPERVISED, f"{EACH}3", f"{ON}0").resolve(2, CIFAR10, 1)
     assert (never.supervised_steps, never.global_labeled, never.update_views(True)) == (0, 0, 512)
-
-
-@given(
-    world_size=st.integers(1, 64),
-    local=st.integers(2, 64),
-    images=st.integers(1, 10**7),
-    classes=st.integers(2, 100),
-    per_class=st.integers(2, 8),
-    epochs=st.integers(1, 1000),
-    switch_off=st.one_of(st.just("all"), st.integers(0, 1000)),
-    warmup=st.floats(0, 20),
-)
-def test_arithmetic_adds_up(world_size, local, images, classes, per_class, epochs, switch_off, warmup):
-    batch = world_size * local
-    steps = epochs * (images // batch)
-    # Rounded to steps, a warm-up can be the whole run.
-    assume(warmup < epochs and round(warmup * (images // batch)) < steps)
-    criterion = {"temperature": 1.0, "unsupervised_batch_size": batch}
-    criterion |= {"classes_per_batch": classes, "supervised_imgs_per_class": world_size * per_class}
-    values = {
-        "data": {"kind": "image_folder", "root": "/", "split": {"kind": "all"}},
-        "criterion": criterion | {"supervised_epochs": switch_off},
-        "optimization": {"lr": 1.0, "epochs": epochs, "warmup": warmup},
-    }
-    sizes = Config.from_values(values).resolve(world_size, images)
-    assert sizes.steps == steps == epochs * sizes.steps_per_epoch
-    assert 0 <= sizes.warmup_steps < sizes.steps
-    assert 0 <= sizes.supervised_steps <= sizes.steps
-    assert sizes.local_unlabeled * world_size == sizes.global_unlabeled
-    assert sizes.local_labeled * world_size == sizes.global_labeled
+    for more_than_the_run_has in ("all", 101):
+        always = load(GOOD, *SUPERVISED, f"{EACH}20", f"{ON}{more_than_the_run_has}").resolve(2, 1000)
+        assert always.supervised_steps == always.steps == 300
 
 
 @given(
