@@ -12,7 +12,6 @@ from fastsuncet.losses import contrast
 from fastsuncet.training import methods
 from fastsuncet.training.multi_view_model import Outputs
 from tests.support.dense_losses import gradient
-from tests.support.runs import CONFIGS
 
 LABELS = torch.arange(256) // 8
 
@@ -88,20 +87,6 @@ def test_rounded_takes_the_largest_and_smallest_numbers():
     assert torch.equal(found.signbit(), x.signbit())
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_products_restores_the_switch(wanted):
-    before = torch.backends.cuda.matmul.allow_tf32
-
-    def fail_inside():
-        with methods.tf32_products(wanted):
-            assert torch.backends.cuda.matmul.allow_tf32 == wanted
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail_inside()
-    assert torch.backends.cuda.matmul.allow_tf32 == before
-
-
 @pytest.mark.parametrize(("name", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
 def test_uses_tf32_reads_the_switch_by_both_of_its_names(name, value):
     with in_a_callers_process(), FakeTensorMode():
@@ -116,18 +101,19 @@ def test_uses_tf32_reads_the_switch_by_both_of_its_names(name, value):
     [("bf16", "tf32", True), ("fp16", "tf32", True), ("fp32", "tf32", False), ("bf16", "fp32", False)],
 )
 def test_products_in_tf32_only_behind_16_bits(precision, products, expected, monkeypatch):
-    """fp32 training gets float32 in the losses too."""
-    seen = []
+    """fp32 training gets float32 in the losses too. Whatever a loss ends with, the switch is restored."""
+    before, seen = torch.backends.cuda.matmul.allow_tf32, []
 
     def watched(*_arguments, **_options):
         seen.append(torch.backends.cuda.matmul.allow_tf32)
-        return torch.zeros(())
+        raise ZeroDivisionError
 
     for name in ("nt_xent", "suncet"):
         monkeypatch.setattr(f"fastsuncet.losses.{name}.{name}", watched)
     changes = [f"criterion.products={products}", f"meta.precision={precision}"]
-    config = load_config(CONFIGS / "digits_demo.yaml", changes)
     out = Outputs(torch.ones(2, 2), torch.ones(2, 2), None, None)
-    for loss in methods.losses(config):
-        loss(out, torch.zeros(2, dtype=torch.int64))
+    for loss in methods.losses(load_config("digits_demo", changes)):
+        with pytest.raises(ZeroDivisionError):
+            loss(out, torch.zeros(2, dtype=torch.int64))
+        assert torch.backends.cuda.matmul.allow_tf32 == before
     assert seen == [expected, expected]
