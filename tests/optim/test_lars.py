@@ -42,8 +42,7 @@ def test_lars_takes_the_steps_of_the_authors(profile, weight_decay):
         {"params": [p for n, p in parameters.items() if n not in plain]},
         {"params": [parameters[n] for n in plain], "lars": False, "weight_decay": 0.0},
     ]
-    settings = LARSSettings(weight_decay=weight_decay, **options)
-    optimizer = LARS(groups, 0.0, **asdict(settings))
+    optimizer = LARS(groups, 0.0, **asdict(LARSSettings(weight_decay=weight_decay, **options)))
     for step, lr in enumerate(vectors["lrs"]):
         optimizer.set_lr(float(lr))
         for name, p in parameters.items():
@@ -227,29 +226,9 @@ def test_lars_follows_the_formula(implementation, monkeypatch):
         run_machine(machine, settings=limits)
 
 
-NEAR = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-@pytest.mark.parametrize("dtype", NEAR)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("nesterov", [True, False])  # False takes the CPU's own branch
-def test_lars_foreach_follows_the_formula_in_every_dtype_and_layout(dtype, layout, nesterov):
-    network, near = tiny_network(dtype, layout), NEAR[dtype]
-    params = list(network.parameters())
-    settings = LARSSettings(weight_decay=1e-2, trust_coefficient=1, nesterov=nesterov)
-    optimizer = LARS(params, 0.02, **asdict(settings))
-    expected = [(p.detach().double().numpy().copy(), np.zeros(p.shape)) for p in params]
-    for seed in range(3):
-        give_gradients(network, seed)
-        optimizer.step()
-        grads = [p.grad.double().numpy() for p in params]
-        expected = [oracle(w, g, b, 0.02, settings) for (w, b), g in zip(expected, grads)]
-    for p, (w, _) in zip(params, expected):
-        torch.testing.assert_close(p.detach().double(), torch.from_numpy(w), rtol=near, atol=near / 2)
-
-
-def test_lars_float16_norms_do_not_overflow():
-    p = nn.Parameter(torch.full((600, 600), 200.0, dtype=torch.float16))  # |w| = 120,000 > 65,504
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_lars_norms_of_16_bits_do_not_overflow(dtype):
+    p = nn.Parameter(torch.full((600, 600), 200.0, dtype=dtype))  # |w| = 120,000; float16 ends at 65,504
     p.grad = torch.full_like(p, 150.0)
     LARS([p], 10.0).step()
     assert torch.all(p == 198)  # a step of 10 x 0.001 x 200, whatever the gradient's length
@@ -278,9 +257,8 @@ def test_lars_refuses_the_state_of_another_network():
     own = LARS([nn.Parameter(torch.zeros(2))], 0.2)
     with pytest.raises(ValueError, match=expected):
         own.load_state_dict(other)
-    assert (
-        own.param_groups[0]["lr"] == 0.2 and "momentum_buffer" in own.state[own.param_groups[0]["params"][0]]
-    )
+    (group,) = own.param_groups
+    assert group["lr"] == 0.2 and "momentum_buffer" in own.state[group["params"][0]]
     other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], 0.1).state_dict()
     with pytest.raises(ValueError, match=r"LARS: this is the state of another optimizer, without .*'eps'"):
         LARS([nn.Parameter(torch.zeros(2))], 0.1).load_state_dict(other)
