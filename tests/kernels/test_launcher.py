@@ -1,6 +1,5 @@
-"""How arguments are packed, and every kernel through NVIDIA's bindings and a driver without a GPU."""
+"""Every kernel through NVIDIA's bindings and a driver without a GPU."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from fastsuncet.kernels import launcher, switches
-from fastsuncet.optim import lars_kernel
 from pipelines import cuda_compiler
 from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import library
@@ -18,14 +16,6 @@ from tests.support.host_kernels import library
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_arguments_follow_the_convention_of_the_sources():
-    x, pair = torch.nn.Parameter(torch.zeros(3)), lars_kernel.Gradients((5, 6))
-    values, types = launcher.arguments(x, None, 7, True, 0.5, pair)
-    assert values == (x.data_ptr(), 0, 7, True, 0.5, pair)
-    whole = ctypes.c_longlong
-    assert types == (ctypes.c_void_p, ctypes.c_void_p, whole, whole, ctypes.c_float, None)
 
 
 def test_load_refuses_a_cpu():
