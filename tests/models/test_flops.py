@@ -27,7 +27,7 @@ def test_network_cost_is_the_recorded_number(network):
     assert classifier_macs(*network[:3], width=64, classes=10) == cost.encoder_macs + 640
 
 
-def bytes_kept_for_backward(network, images, dtype=None):
+def bytes_kept_for_backward(network, images, dtype):
     """Return what autograd saves in a forward pass: shared storages once, without parameters and buffers."""
     own = {t.untyped_storage().data_ptr() for t in (*network.parameters(), *network.buffers())}
     kept = {}
@@ -47,37 +47,29 @@ def bytes_kept_for_backward(network, images, dtype=None):
     return sum(size for size, _ in kept.values())
 
 
-def parameter_bytes(network, *kinds):
-    modules = (m for m in network.modules() if isinstance(m, kinds))
-    return 4 * sum(p.numel() for m in modules for p in m.parameters(recurse=False))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "stem", "size", "head_batchnorm"),
+    ("name", "stem", "size", "head_batchnorm", "dtype"),
     [
-        ("resnet50", "imagenet", 45, False),
-        ("resnet18", "cifar", 16, True),
-        ("resnet_tiny", "cifar", 15, "all"),
+        ("resnet50", "imagenet", 45, False, None),
+        ("resnet18", "cifar", 16, True, None),
+        ("resnet_tiny", "cifar", 15, "all", None),
+        ("resnet18", "cifar", 16, False, torch.bfloat16),
     ],
 )
-def test_memory_estimate_is_what_autograd_keeps(name, stem, size, head_batchnorm):
-    """To the byte, in float32."""
+def test_memory_estimate_is_what_autograd_keeps(name, stem, size, head_batchnorm, dtype):
+    """To the byte, in float32 and under autocast."""
     network = build_model(name, stem=stem, head_batchnorm=head_batchnorm)
-    estimate = memory_estimate(name, stem, size, *PAPER_HEAD, head_batchnorm, views=2, precision="fp32")
+    images = torch.randn(2, 3, size, size)
+    options = {"views": 2, "precision": "bf16" if dtype else "fp32"}
+    estimate = memory_estimate(name, stem, size, *PAPER_HEAD, head_batchnorm, **options)
     # Mean and deviation of each channel are not in the estimate: they do not grow with the batch.
-    norms = parameter_bytes(network, torch.nn.BatchNorm2d, torch.nn.BatchNorm1d)
-    assert bytes_kept_for_backward(network, torch.randn(2, 3, size, size)) == estimate.activations + norms
+    norms = (m for m in network.modules() if isinstance(m, (torch.nn.BatchNorm2d, torch.nn.BatchNorm1d)))
+    deviations = 4 * sum(p.numel() for norm in norms for p in norm.parameters())
+    kept = estimate.activations + estimate.weight_copies + deviations
+    if dtype is not None:  # images and biases are cast too, but backward does not need them
+        kept -= images.nbytes + 2 * sum(PAPER_HEAD)
+    assert bytes_kept_for_backward(network, images, dtype) == kept
     assert estimate.parameters == estimate.gradients == estimate.momentum
     assert estimate.parameters == 4 * sum(p.numel() for p in network.parameters())
-    assert estimate.weight_copies == 0
-
-
-def test_memory_estimate_counts_half_activations_under_autocast():
-    network = build_model("resnet18", stem="cifar")
-    estimate = memory_estimate("resnet18", "cifar", 16, *PAPER_HEAD, views=2, precision="bf16")
-    kept = bytes_kept_for_backward(network, torch.randn(2, 3, 16, 16), torch.bfloat16)
-    norms = parameter_bytes(network, torch.nn.BatchNorm2d)
-    images = 2 * 3 * 16 * 16 * 4
-    biases = 2 * (2048 + 128)  # cast too, but backward does not need them
-    assert kept + images + biases - norms == estimate.activations + estimate.weight_copies
+    assert dtype is not None or estimate.weight_copies == 0
