@@ -17,9 +17,17 @@ def gpu(monkeypatch):
     return torch.device("cuda", 0)
 
 
-def test_agrees_asks_a_kernel_once(gpu):
+def test_agrees_asks_a_kernel_once_for_a_proof_that_runs_backward(gpu):
     asked = []
-    assert switches.agrees("x.cu", gpu, asked.append) and switches.agrees("x.cu", gpu, asked.append)
+
+    def prove(device):
+        asked.append(device)
+        x = torch.ones(2, requires_grad=True)
+        (x @ x).backward()
+        assert x.grad.dtype == torch.float32
+
+    with torch.inference_mode():
+        assert switches.agrees("x.cu", gpu, prove) and switches.agrees("x.cu", gpu, prove)
     assert asked == [gpu]
 
 
@@ -52,13 +60,3 @@ def test_usable_leaves_tensors_without_memory_to_the_twin(gpu):
         fake = torch.empty(3, device="cuda")
     assert fake.is_cuda and not switches.usable("x.cu", fake, asked.append)
     assert asked == [] and switches.agrees("x.cu", fake.device, asked.append)
-
-
-def test_agrees_lets_a_proof_run_backward_in_inference_mode(gpu):
-    def runs_backward(device):
-        x = torch.ones(2, requires_grad=True)
-        (x @ x).backward()
-        assert x.grad.dtype == torch.float32
-
-    with torch.inference_mode():
-        assert switches.agrees("x.cu", gpu, runs_backward)
