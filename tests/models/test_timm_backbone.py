@@ -11,7 +11,7 @@ from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.models.flops import network_cost
 from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.models.sync_batchnorm import synchronize
-from tests.support.runs import assert_equal_to_the_bit, final_state, small_config, train
+from tests.support.runs import assert_continues, small_config
 
 WEIGHTS = torchvision.models
 PUBLISHED = {
@@ -60,14 +60,10 @@ def test_timm_backbone_trains_resumes_and_exports(tmp_path, name, capsys):
     words += ["criterion.unsupervised_batch_size=8", "criterion.supervised_imgs_per_class=2"]
     words += ["criterion.classes_per_batch=4", "optimization.warmup=0", "optimization.steps=3"]
     words += ["optimization.exclude_bias_and_norm=true"]
-    whole = small_config(tmp_path / "whole", *words)
-    train(whole)
+    whole, stopped = (small_config(tmp_path / name, *words) for name in ("whole", "stopped"))
+    assert_continues(whole, stopped, 1)
     out = capsys.readouterr().out
     assert "scaled and decayed by LARS" in out and "plain SGD, no decay" in out
-    stopped = small_config(tmp_path / "stopped", *words)
-    train(stopped, stop_at=1)
-    train(stopped)
-    assert_equal_to_the_bit(final_state(stopped), final_state(whole))
     images = torch.randn(2, 3, 32, 32)
     encoder = load_encoder(whole.run_folder).module.eval()
     options = {"dynamic_img_size": True} if "vit" in name else {}

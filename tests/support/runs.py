@@ -105,6 +105,14 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
     return seen
 
 
+def assert_continues(straight: Config, stopped: Config, *stops: int) -> None:
+    """Train `straight` at once and `stopped` with a stop at each of these steps: both must end with the same bits."""
+    train(straight)
+    for step in (*stops, None):
+        train(stopped, stop_at=step)
+    assert_equal_to_the_bit(final_state(stopped), final_state(straight))
+
+
 def shorten_tuning(patch: pytest.MonkeyPatch) -> None:
     """Let the children of a tuning warm up briefly and time short windows. All else of them is real."""
     code = (

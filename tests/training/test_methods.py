@@ -13,7 +13,7 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.config.schema import CriterionSection
 from fastsuncet.training import methods
 from tests.support.methods import METHODS, config_of, dense, images, loss_and_gradients, network, small
-from tests.support.runs import assert_equal_to_the_bit, final_state, metrics, train
+from tests.support.runs import assert_continues, metrics
 
 
 def test_methods_every_loss_of_the_schema_is_compared_here():
@@ -64,10 +64,7 @@ def test_run_of_a_method_stopped_in_its_middle_ends_in_the_same_bits(tmp_path, m
     """Classifiers rest once supervision is off, prototypes in the first four updates."""
     options += ("optimization.steps=7", "checkpoint.every=1", "checkpoint.keep=99")
     whole, parts = (small(tmp_path / name, method, *options) for name in ("whole", "parts"))
-    train(whole)
-    train(parts, stop_at=4)
-    train(parts)
-    assert_equal_to_the_bit(final_state(parts), final_state(whole))
+    assert_continues(whole, parts, 4)
     paths = sorted((whole.run_folder / "checkpoints").glob("step_*"))
     weights = [manager.load(path).model[key] for path in paths]
     least = 1e-6 if key == "prototypes.weight" else 0

@@ -20,6 +20,7 @@ from tests.support.power_cut import watch
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
     Killed,
+    assert_continues,
     assert_equal_to_the_bit,
     final_state,
     kill,
@@ -65,12 +66,8 @@ def test_run_of_torchs_optimizer_continues_to_the_same_bits(tmp_path):
     # Few and small, because a CPU is slow in fp16.
     options = ["optimization.optimizer=sgd", "meta.precision=fp16", "data.augmentation.size=8"]
     options += ["criterion.micro_batch=30", "optimization.lr=0.01", SEVEN]
-    straight, stopped = (tiny_config(tmp_path / name, *options) for name in ("straight", "stopped"))
-    train(straight)
-    train(stopped, stop_at=0)
-    train(stopped, stop_at=4)
-    train(stopped)
-    assert_equal_to_the_bit(final_state(stopped), final_state(straight))
+    straight, stopped = (tiny_config(tmp_path / name, *options) for name in PARTS)
+    assert_continues(straight, stopped, 0, 4)
     with pytest.raises(CheckpointError, match=r"optimization.optimizer: .* in the checkpoint, lars now"):
         train(tiny_config(tmp_path / "straight", *options[1:]))
 

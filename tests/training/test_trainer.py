@@ -21,7 +21,6 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.run_folder import exclusive_run_folder
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.commands.train import train as train_run
-from fastsuncet.config import load_config
 from fastsuncet.data.dataset import open_images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.place import join
@@ -35,8 +34,7 @@ from tests.support.checkpoints import steps
 from tests.support.pictures import write_pictures
 from tests.support.ranks import run_ranks, start_forked
 from tests.support.runs import (
-    CONFIGS,
-    assert_equal_to_the_bit,
+    assert_continues,
     final_state,
     interrupted_at,
     metrics,
@@ -49,11 +47,11 @@ pytestmark = pytest.mark.slow
 
 
 EVALUATED = "evaluation.knn_every_epochs=10"
-LONGER = ("optimization.steps=40", EVALUATED, "criterion.unsupervised_batch_size=64")
 
 
 def test_training_lowers_both_losses_and_raises_knn_accuracy(tmp_path, capfd):
-    config = small_config(tmp_path, *LONGER)
+    longer = ("optimization.steps=40", "criterion.unsupervised_batch_size=64")
+    config = small_config(tmp_path, EVALUATED, *longer)
     train(config)
     first, *_, last = metrics(config.run_folder, "train")
     assert last["nt_xent"] < first["nt_xent"] - 0.3
@@ -70,8 +68,7 @@ def test_encoder_that_collapses_is_reported(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("fastsuncet.losses.nt_xent.nt_xent", to_a_point)
     fast = ("optimization.lr=10", "optimization.steps=20", "optimization.warmup=0")
     train(config := tiny_config(tmp_path, EVALUATED, *fast, "criterion.supervised_epochs=0"))
-    evaluated = metrics(config.run_folder, "knn")[-1]
-    assert 1 <= evaluated["rankme"] < COLLAPSED
+    assert 1 <= metrics(config.run_folder, "knn")[-1]["rankme"] < COLLAPSED
     assert "suncet" not in metrics(config.run_folder, "train")[-1]  # SimCLR has no loss on labels
     assert re.search(r"representation has collapsed: rankme 1\.\d+ \(embeddings z\)", capfd.readouterr().out)
 
@@ -87,15 +84,12 @@ PLATEAU = (
 
 def test_supervision_ends_at_a_plateau_at_the_same_step_after_stops(tmp_path):
     whole, parts = tiny_config(tmp_path / "a", *PLATEAU), tiny_config(tmp_path / "b", *PLATEAU)
-    train(whole)
+    assert_continues(whole, parts, 2, 7, 8, 11)  # in an epoch, at its end, after the switch-off
     lines = metrics(whole.run_folder, "train")
     # Two epochs of four updates are compared, and the second one gained too little.
     assert [line["suncet"] > 0 for line in lines] == [True] * 8 + [False] * 6
     views = [0, *(line["views"] for line in lines)]
     assert [after - before for before, after in itertools.pairwise(views)] == [112] * 8 + [72] * 6
-    for stop_at in (2, 7, 8, 11, None):  # in an epoch, at its end, after the switch-off
-        train(parts, stop_at=stop_at)
-    assert_equal_to_the_bit(final_state(parts), final_state(whole))
 
 
 NAN, INF = float("nan"), float("inf")
@@ -217,15 +211,13 @@ FOLDER = (
     *("data.kind=image_folder", "data.validation=null", "data.split.kind=all", "data.split.fraction=null"),
     *("criterion.unsupervised_batch_size=8", "criterion.classes_per_batch=2", "data.augmentation.blur=0.5"),
     *("criterion.supervised_imgs_per_class=2", "optimization.steps=4", "optimization.warmup=0"),
-    *("meta.threads=1", "checkpoint.every=2", "logging.log_every=1", "data.augmentation.strength=1.0"),
-    "evaluation.knn_every_epochs=null",
+    *("checkpoint.every=2", "logging.log_every=1", "data.augmentation.strength=1.0"),
 )
 
 
 def folder_config(top: Path, *overrides: str):
     """Return a run on image files: two classes of JPEGs, all labeled, through DALI's decoder."""
-    where = (f"data.root={top / 'data'}", f"logging.folder={top / 'runs'}")
-    return load_config(CONFIGS / "digits_demo.yaml", [*FOLDER, *where, *overrides])
+    return small_config(top / "runs", *FOLDER, f"data.root={top / 'data'}", *overrides)
 
 
 def test_truncated_image_ends_the_run_or_is_replaced_and_counted(tmp_path):
