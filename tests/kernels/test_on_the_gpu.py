@@ -97,8 +97,7 @@ def test_batchnorm_over_ranks_by_kernels_is_that_by_operators_without_a_sync(dty
 )
 def test_failed_capture_gives_its_memory_back():
     def refused():
-        held = torch.ones(64 << 20, device=GPU)
-        return held.sum().item()  # a sync
+        return torch.ones(64 << 20, device=GPU).sum().item()  # a sync
 
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()

@@ -41,8 +41,7 @@ def seen_of(function, leaves, d_y):
     """Return the value of `function` at `leaves`, and the gradient of each of them for d_y."""
     leaves = [None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves]
     y = function(*leaves)
-    given = [leaf for leaf in leaves if leaf is not None]
-    return [y.detach(), *torch.autograd.grad(y, given, d_y)]
+    return [y.detach(), *torch.autograd.grad(y, [leaf for leaf in leaves if leaf is not None], d_y)]
 
 
 def draw(shape, dtype, generator, *, mean=0.0):

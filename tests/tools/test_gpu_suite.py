@@ -59,8 +59,7 @@ def test_part_ends_with_a_suite_that_is_killed(tmp_path):
     """A command that reaches its time limit is killed, and the next one measures on the same GPU."""
     path = tmp_path / "pid"
     words = ["-c", f"import os, time; os.symlink(str(os.getpid()), {str(path)!r}); time.sleep(99)"]
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=gpu_suite.run_part, args=(words, 99))
+    process = multiprocessing.get_context("fork").Process(target=gpu_suite.run_part, args=(words, 99))
     process.start()
     while not path.is_symlink():
         time.sleep(0.1)

@@ -17,9 +17,8 @@ from tests.support.runs import assert_continues, metrics
 
 
 def test_methods_every_loss_of_the_schema_is_compared_here():
-    fields = CriterionSection.model_fields
     keys = ("instance", "supervision")
-    names = {name for key in keys for name in get_args(fields[key].annotation)}
+    names = {name for key in keys for name in get_args(CriterionSection.model_fields[key].annotation)}
     compared = {getattr(config_of(method).criterion, key) for method in METHODS for key in keys}
     assert names == compared == set(methods.TERMS)
 

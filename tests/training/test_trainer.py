@@ -143,8 +143,7 @@ def test_loss_or_weight_not_finite_is_named_with_its_images_and_never_saved(case
         named = set(re.findall("^  (synthetic train/.*)", str(error.value), re.M))
         assert named and named <= {images.train.name(int(i)) for i in images.split.indices}
     assert json.loads((config.run_folder / "status.json").read_text())["state"] == "failed"
-    checkpoints = config.run_folder / "checkpoints"
-    assert steps(checkpoints) == saved
+    assert steps(config.run_folder / "checkpoints") == saved
     if saved:
         weights = final_state(config)[0].values()
         assert all(torch.isfinite(w).all() for w in weights if w.is_floating_point())

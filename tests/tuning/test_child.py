@@ -168,9 +168,8 @@ def test_contender_that_only_replays_or_reads_must_give_the_bits(config, values,
 
 
 def asked(config, arithmetic, **more) -> dict:
-    sides = {"base": {}, "contender": {}, "paths": {"lars.cu": False}}
     run = {"config": config.canonical(), "arithmetic": vars(arithmetic), "per_class": [15] * 10}
-    return {**run, **sides, **more}
+    return {**run, "base": {}, "contender": {}, "paths": {"lars.cu": False}, **more}
 
 
 @pytest.mark.parametrize(

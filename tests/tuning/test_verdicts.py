@@ -102,8 +102,7 @@ NOISE = (1.0, 1.01, 0.99)
 
 def report(contender: float, noise=NOISE, **more) -> Verdict:
     """Return a rank's report, with the same noise on both sides."""
-    sides = {"base": list(noise), "contender": [contender * n for n in noise]}
-    return Verdict(**sides, **more)
+    return Verdict(base=list(noise), contender=[contender * n for n in noise], **more)
 
 
 ENDED = Verdict(problem="was killed by SIGKILL", final=False)
