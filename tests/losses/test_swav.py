@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsuncet import swav
-from fastsuncet.losses.swav import normalize_prototypes_, prototype_scores, sinkhorn
+from fastsuncet.losses.swav import prototype_scores, sinkhorn
 from tests.support import dense_losses
-from tests.support.dense_losses import draw, gradient
+from tests.support.dense_losses import gradient
 from tests.support.vectors import load_vectors
 
 F64 = torch.float64
@@ -63,10 +63,3 @@ def test_sinkhorn_takes_scores_of_any_size(dtype, size):
     if size == 1:
         expected = dense_losses.sinkhorn(scores.double(), 0.05, 3)
         torch.testing.assert_close(codes.double(), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_prototype_scores_are_cosines_with_gradient_to_both():
-    z, prototypes = draw(0, 6), normalize_prototypes_(draw(1, 3))
-    expected = torch.cosine_similarity(z[:, None], prototypes[None], dim=-1)
-    torch.testing.assert_close(prototype_scores(z, prototypes), expected, rtol=1e-12, atol=1e-14)
-    assert torch.autograd.gradcheck(prototype_scores, (z.requires_grad_(), prototypes.requires_grad_()))

@@ -66,12 +66,6 @@ def test_weights_start_as_the_authors_do():
                 assert drawn.std().item() == pytest.approx(bound / math.sqrt(3), rel=spread), name
 
 
-def test_forward_is_the_heads_on_the_encoders_features():
-    model = build_model("resnet_tiny", stem="cifar", prediction_head=True).eval()
-    images = torch.randn(2, 3, 16, 16)
-    assert torch.equal(model(images), model.predictor(model.head(model.encoder(images))))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet50", "resnet18"])
 def test_encoder_gives_the_bits_of_torchvisions(name):
@@ -117,7 +111,6 @@ def test_heads_of_paws_and_of_simclrs_authors_have_their_layers():
     assert [type(layer).__name__ for layer in model.predictor] == ["BatchNorm1d", *names, "Linear"]
     assert count(model.head) == 3 * (2048**2 + 2048) + 2 * 2 * 2048
     assert count(model.predictor) == 2 * 2048 + (2048 * 512 + 512) + 2 * 512 + (512 * 2048 + 2048)
-    assert shapes(model.predictor)["1.weight"] == (512, 2048)
 
 
 def test_stride_over_one_pixel_has_its_gradient_in_bfloat16():
