@@ -27,7 +27,6 @@ from tools.bench.dispatch_counter import Counter
 F32, F64 = torch.float32, torch.float64
 LABELED = ("suncet", "sup_con")
 EXECUTORS = ("symmetric", "chunked", "kernel")
-INT64 = torch.iinfo(torch.int64)
 every_loss = pytest.mark.parametrize("name", ["nt_xent", *LABELED])
 
 
@@ -90,9 +89,9 @@ batches = st.builds(
 def test_loss_is_the_dense_equation(
     executor, batch, temperature, chunk_size, keys, average, name, high, staged
 ):
-    """By every executor, for labels that differ only above their low 32 bits too."""
+    """By every executor; high labels differ only above their low 32 bits, or only where float64 rounds."""
     z, labels = batch
-    labels = torch.where(labels % 2 == 0, labels + (1 << 32), labels) if high else labels
+    labels = torch.where(labels % 2 == 0, labels + (1 << 62), labels // 3) if high else labels
     options = {"keys": keys}
     if name == "nt_xent":
         z = torch.cat([z, z.flip(0).roll(1, dims=1) + 0.1])
@@ -172,16 +171,6 @@ def test_sup_con_has_its_authors_numbers():
     views = torch.from_numpy(np.concatenate([arrays["zview"][:, 0], arrays["zview"][:, 1]]))
     two_views = sup_con(views, torch.from_numpy(arrays["yview"]).repeat(2), 0.1)
     assert two_views.item() == pytest.approx(float(arrays["supcon_2view_HEAD_tau0.1_loss"]), rel=3e-6)
-
-
-@given(batches, temperatures, st.randoms(use_true_random=False), st.sampled_from(LABELED))
-def test_class_names_do_not_matter(batch, temperature, random, name):
-    z, labels = batch
-    names = sorted(set(labels.tolist()))
-    large = [INT64.min, INT64.min + 1, -(2**53) - 1, -(2**53), -1, 0, 2**31, 2**53, 2**53 + 1]
-    new_names = random.sample(large + [INT64.max - k for k in range(10)], len(names))
-    renamed = torch.tensor([new_names[names.index(each)] for each in labels.tolist()])
-    assert torch.equal(run(name, z, renamed, temperature)[0], run(name, z, labels, temperature)[0])
 
 
 @pytest.mark.filterwarnings("error")
