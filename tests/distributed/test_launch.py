@@ -84,13 +84,7 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
         (0, False, "cuda", 0, r"without --gpus all, .* meta\.device=cpu"),
         (0, False, "auto", 0, torch.device("cpu")),
         # Else eight ranks would train on the CPU.
-        (
-            8,
-            False,
-            "auto",
-            0,
-            "no CUDA device can be used here .* counts 8 and cannot use their driver: update",
-        ),
+        (8, False, "auto", 0, "no CUDA device can .* counts 8 and cannot use their driver: update"),
         (8, False, "cpu", 0, torch.device("cpu")),
         (1, True, "auto", 5, torch.device("cuda", 0)),  # the only one that Slurm shows to a task
         (2, True, "auto", 2, "no GPU of its own"),
@@ -113,6 +107,7 @@ def test_pick_device_is_the_ranks_own_or_says_what_to_do(
 
 
 MEETING = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+TASK = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
 
 
 def test_explain_error_of_another_rank_the_machine_and_any_other():
@@ -131,15 +126,12 @@ def test_explain_error_of_another_rank_the_machine_and_any_other():
     [
         ({"RANK": "x"}, "variable RANK is 'x', not a number"),
         ({"RANK": "0", "WORLD_SIZE": "-2"}, "variable WORLD_SIZE is '-2'"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "variable MASTER_ADDR is missing"),
+        ({**MEETING, "MASTER_ADDR": ""}, "variable MASTER_ADDR is missing"),
         ({**MEETING, "MASTER_PORT": "91234"}, "at most 65535"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": ""}, "variable SLURM_NTASKS is ''"),
+        ({**TASK, "SLURM_NTASKS": ""}, "variable SLURM_NTASKS is ''"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, and WORLD_SIZE is 0"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "variable SLURM_LOCALID is missing"),
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
-            "variable SLURM_JOB_NODELIST is missing",
-        ),
+        (TASK, "variable SLURM_LOCALID is missing"),
+        ({**TASK, "SLURM_LOCALID": "0"}, "variable SLURM_JOB_NODELIST is missing"),
     ],
 )
 def test_join_refuses_variables_that_are_no_numbers(variables, message, monkeypatch):
@@ -325,14 +317,11 @@ def test_rank_says_for_whom_it_waits_and_that_its_port_is_in_use(monkeypatch, ca
     """As one in a batch script without srun, and as one of a second job on the same machine."""
     monkeypatch.setattr(place, "NOTICE", 0.1)
     monkeypatch.setattr(place, "START", timedelta(seconds=1))
-    alone = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
-    alone |= {"SLURM_JOB_NODELIST": "localhost"}
+    alone = TASK | {"SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "localhost"}
     with mock.patch.dict(os.environ, alone), pytest.raises(HungError), join("cpu"):
         pass
-    assert re.match(
-        r"\[rank 0\] waiting for 1 other rank at localhost:29511, .* write srun before",
-        capsys.readouterr().err,
-    )
+    waits = r"\[rank 0\] waiting for 1 other rank at localhost:29511, .* write srun before"
+    assert re.match(waits, capsys.readouterr().err)
     with socket.create_server(("", 0)) as other:
         port = str(other.getsockname()[1])
         refused = pytest.raises(ConfigError, match=f"MASTER_PORT is {port}, and another process")

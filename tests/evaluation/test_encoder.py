@@ -1,7 +1,6 @@
 """Every kind of file gives the same encoder; what is none ends in a message that says what it is."""
 
 import argparse
-import functools
 import json
 
 import pytest
@@ -17,22 +16,13 @@ from fastsuncet.evaluation.encoder import choose, load_encoder
 from fastsuncet.models.pretrained_weights import read_weights_of
 from fastsuncet.models.resnet import build_model
 from tests.support.checkpoints import HARMS, save_model
+from tests.support.exports import IMAGES, built
 from tests.support.runs import CONFIGS
-
-IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
 def config():
     return load_config(CONFIGS / "digits_demo.yaml")
-
-
-@functools.cache
-def trained(name="resnet_tiny", stem="imagenet") -> torch.nn.Module:
-    """Return a model whose BatchNorm statistics are not the initial ones."""
-    model = build_model(name, stem=stem, seed=3)
-    model.train()(IMAGES)
-    return model.eval()
 
 
 def outputs(module: torch.nn.Module) -> torch.Tensor:
@@ -42,7 +32,7 @@ def outputs(module: torch.nn.Module) -> torch.Tensor:
 
 def test_load_encoder_takes_a_run_its_checkpoints_or_one_of_them(tmp_path, config):
     """The checkpoint says which network it is; the config can be of another one."""
-    model = trained()
+    model = built()
     save_model(tmp_path, config, model, 10, 20)
     other = load_config(CONFIGS / "in1k_10pct.yaml")
     for where in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step_00000020"):
@@ -57,14 +47,14 @@ def test_load_encoder_takes_a_run_its_checkpoints_or_one_of_them(tmp_path, confi
 
 
 def test_load_encoder_refuses_other_pixels_than_the_runs(tmp_path, config):
-    save_model(tmp_path, config, trained(), 10)
+    save_model(tmp_path, config, built(), 10)
     other = load_config(CONFIGS / "digits_demo.yaml", ["data.augmentation.std=[0.5, 0.5, 0.5]"])
     with pytest.raises(ConfigError, match=r"10 was trained .*std=\[1,1,1\], but .*std=\[0.5,0.5,0.5\]"):
         load_encoder(tmp_path, other)
 
 
 def test_choose_lists_good_checkpoints_and_names_a_damaged_one(tmp_path, config, capsys):
-    save_model(tmp_path, config, trained(), 30, 10, 20)
+    save_model(tmp_path, config, built(), 30, 10, 20)
     HARMS["flipped"](tmp_path / "checkpoints" / "step_00000020" / "model.safetensors")
     assert [path.name for path in choose(tmp_path, every=True)] == ["step_00000010", "step_00000030"]
     (line,) = capsys.readouterr().out.splitlines()
@@ -81,7 +71,7 @@ def test_choose_refuses_what_it_cannot_find(tmp_path, config):
             choose(where)
     with pytest.raises(ConfigError, match=r"nowhere does not exist\. An encoder is"):
         choose(tmp_path / "nowhere")
-    save_model(tmp_path, config, trained(), 10)
+    save_model(tmp_path, config, built(), 10)
     with pytest.raises(ConfigError, match="is one checkpoint"):
         choose(tmp_path / "checkpoints" / "step_00000010", step=10)
 
@@ -94,7 +84,7 @@ def test_load_encoder_refuses_a_run_of_another_version(tmp_path, config):
 
 
 def test_load_encoder_names_the_shapes_that_do_not_fit(tmp_path, config):
-    save_model(tmp_path, config, trained("resnet_tiny", "cifar"), 1)
+    save_model(tmp_path, config, built(stem="cifar"), 1)
     with pytest.raises(CheckpointError, match=r"conv1\.weight is \(16, 3, 3, 3\), expected \(16, 3, 7, 7\)"):
         load_encoder(tmp_path, config)
 
@@ -153,7 +143,7 @@ FILES = {
 @pytest.mark.parametrize("what", FILES)
 def test_load_encoder_finds_the_weights_in_any_file(tmp_path, config, what):
     """A projection head is no classifier."""
-    network, path = trained("resnet_tiny", "cifar").encoder, tmp_path / "weights.pth.tar"
+    network, path = built(stem="cifar").encoder, tmp_path / "weights.pth.tar"
     torch.save(FILES[what](dict(network.state_dict())), path)
     encoder = load_encoder(path, config)
     assert (encoder.name, encoder.stem, encoder.width) == ("resnet_tiny", "cifar", 64)
@@ -162,7 +152,7 @@ def test_load_encoder_finds_the_weights_in_any_file(tmp_path, config, what):
 
 @pytest.mark.slow
 def test_load_encoder_reads_float16_of_safetensors_as_float32(tmp_path, config):
-    network = trained().encoder
+    network = built().encoder
     half = {k: v.half() if v.is_floating_point() else v for k, v in network.state_dict().items()}
     safetensors.torch.save_file(half, tmp_path / "weights.safetensors")
     module = load_encoder(tmp_path / "weights.safetensors", config).module
@@ -178,7 +168,7 @@ def test_load_encoder_reads_float16_of_safetensors_as_float32(tmp_path, config):
 )
 def test_load_encoder_keeps_a_classifier_that_fits(tmp_path, config, other):
     fc = {"fc.weight": torch.randn(7, 64), "fc.bias": torch.randn(7)}
-    torch.save({"model": trained().encoder.state_dict() | fc | other}, tmp_path / "weights.pth")
+    torch.save({"model": built().encoder.state_dict() | fc | other}, tmp_path / "weights.pth")
     classifier = load_encoder(tmp_path / "weights.pth", config).classifier
     assert (classifier is None) == bool(other)
     if classifier is not None:
@@ -229,7 +219,7 @@ SPOILED = {
 @pytest.mark.parametrize("what", SPOILED)
 def test_load_encoder_says_what_does_not_fit(tmp_path, config, what):
     spoil, said = SPOILED[what]
-    torch.save(spoil(dict(trained().encoder.state_dict())), tmp_path / "weights.pth")
+    torch.save(spoil(dict(built().encoder.state_dict())), tmp_path / "weights.pth")
     with pytest.raises(CheckpointError, match=said) as caught:
         load_encoder(tmp_path / "weights.pth", config)
     assert str(tmp_path / "weights.pth") in str(caught.value)

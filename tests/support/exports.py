@@ -17,7 +17,7 @@ SIZE = "data.augmentation.size=112"
 
 
 @functools.cache
-def built(name: str, stem: str, classes: int | None) -> torch.nn.Module:
+def built(name="resnet_tiny", stem="imagenet", classes: int | None = None) -> torch.nn.Module:
     """Return a model whose BatchNorm statistics are not the initial ones."""
     model = build_model(name, stem, 32, 16, classes=classes, seed=3)
     model.train()(IMAGES)
@@ -34,8 +34,6 @@ def save_run(
     words = ["model.name=resnet18", f"logging.folder={folder.parent}", *NORMALIZED, SIZE, *overrides]
     config = load_config(CONFIGS / "in1k_10pct.yaml", [*words, f"logging.write_tag={folder.name}"])
     model = built(config.model.name, config.model.stem, classes)
-    meta = {}
-    if classes:
-        meta = {"classes": CLASSES[:classes], "encoder": encoder}
+    meta = {"classes": CLASSES[:classes], "encoder": encoder} if classes else {}
     save_model(folder, config, model, 7, **meta)
     return model
