@@ -1,6 +1,5 @@
 """The metrics files: one line a record, the same bytes after a restart, and nothing lost to a kill."""
 
-import csv
 import json
 import math
 import os
@@ -54,9 +53,8 @@ def test_writer_writes_a_record_as_a_line_and_a_row(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [list(line)[:2] for line in lines] == [["step", "kind"]] * 4
     assert [line["kind"] for line in lines] == ["train", "train", "train", "knn"]
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    assert [list(row) for row in rows] == [["step", *COLUMNS]] * 3
-    assert [row["step"] for row in rows] == ["1", "2", "3"] and float(rows[1]["nt_xent"]) == 5 / 5
+    head, row, *more = files_of(tmp_path)[1].splitlines()
+    assert (head, row, len(more)) == (b"step,nt_xent,suncet,lr", b"1,1.25,0.5,0.1", 2)
 
 
 @given(values=st.lists(st.floats(), max_size=20))
@@ -152,28 +150,16 @@ def test_restart_of_a_file_cut_at_any_byte_keeps_the_whole_lines(tmp_path):
         assert bool(said) == (length > len(kept)) and (not torn or "1 damaged line moved" in said[0])
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"\0" * 30,
-        b"[1]",
-        b"null",
-        b'{"step": "3", "kind": "x"}',
-        b'{"step": 1}',
-        b"\xff\xfe",
-        b"",
-        b"[" * 100_000,
-    ],
-    ids=lambda garbage: repr(garbage[:20]),
-)
-def test_restart_moves_a_line_that_is_not_a_record_aside(tmp_path, garbage):
+def test_restart_moves_lines_that_are_not_records_aside(tmp_path):
+    garbage = [b"\0" * 30, b"[1]", b"null", b'{"step": "3", "kind": "x"}', b'{"step": 1}', b"\xff\xfe", b""]
+    garbage += [b"[" * 100_000]
     run(tmp_path, 0, 2)
     one, two = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_bytes(one + garbage + b"\n" + two)
+    (tmp_path / "metrics.jsonl").write_bytes(one + b"\n".join(garbage) + b"\n" + two)
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
     run(tmp_path, 2, 2, resume_step=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == one + two
-    assert len(superseded(tmp_path)) == 1
+    assert len(superseded(tmp_path)) == len(garbage)
 
 
 def test_restart_that_is_killed_loses_no_line(tmp_path, monkeypatch):
@@ -213,13 +199,11 @@ def test_writer_on_a_full_disk_raises_checkpoint_error_with_the_reason(tmp_path)
     writer.write(record(1))
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, limits[1]))
     try:
-        said = r"cannot be written: .*File too large.*ulimit"
-        with pytest.raises(CheckpointError, match=said) as caught:
+        said = rf"{tmp_path} cannot be written: .*File too large.*ulimit"
+        with pytest.raises(CheckpointError, match=said):
             writer.write(record(2))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caught.value.exit_code == 5
-    assert str(tmp_path) in str(caught.value)
     writer.close()  # has nothing left to write
     run(tmp_path, 1, 3, resume_step=1)
     assert [line["step"] for line in read(tmp_path / "metrics.jsonl", "train")] == [0, 1, 2, 3]

@@ -28,36 +28,26 @@ def tensorboard(folder: Path) -> Held:
     tags, config = events.Tags(), {}
     if "config/text_summary" in tags["tensors"]:
         info = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
-        config = {
-            key: getattr(value, value.WhichOneof("kind")) for key, value in parsed(info).hparams.items()
-        }
-    return {
-        "config": config,
-        "numbers": {
-            tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags["scalars"]
-        },
-        "pictures": [tag for tag in tags["images"] if events.Images(tag)],
-        "texts": [tag.removesuffix("/text_summary") for tag in tags["tensors"] if events.Tensors(tag)],
-    }
+        values = parsed(info).hparams.items()
+        config = {key: getattr(value, value.WhichOneof("kind")) for key, value in values}
+    numbers = {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in tags["scalars"]}
+    pictures = [tag for tag in tags["images"] if events.Images(tag)]
+    texts = [tag.removesuffix("/text_summary") for tag in tags["tensors"] if events.Tensors(tag)]
+    return {"config": config, "numbers": numbers, "pictures": pictures, "texts": texts}
 
 
 def mlflow(folder: Path) -> Held:
     """Return what the one run in FOLDER/mlflow.db has."""
     client = sys.modules["mlflow"].MlflowClient(tracking_uri=f"sqlite:///{folder.resolve()}/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
-    number = run.info.run_id
+    history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
+    numbers = {key: [(each.step, each.value) for each in values] for key, values in history.items()}
     files = (path for path in (folder / "mlflow").rglob("*") if path.is_file())
     names = [str(path).split("/artifacts/")[1] for path in files]
-    return {
-        "config": run.data.params,
-        "status": run.info.status,
-        "numbers": {
-            key: [(each.step, each.value) for each in client.get_metric_history(number, key)]
-            for key in run.data.metrics
-        },
-        "pictures": [name for name in names if name.endswith(".png")],
-        "texts": [name for name in names if not name.endswith(".png")],
-    }
+    pictures = [name for name in names if name.endswith(".png")]
+    texts = [name for name in names if not name.endswith(".png")]
+    held = {"config": run.data.params, "numbers": numbers, "pictures": pictures, "texts": texts}
+    return held | {"status": run.info.status}
 
 
 def wandb(folder: Path) -> Held:
@@ -189,8 +179,7 @@ class FakeMlflow(ModuleType):
     def update_run(self, number, status):
         self.runs[number].info.status = status
 
-    def set_terminated(self, number, status):
-        self.update_run(number, status)
+    set_terminated = update_run
 
     def log_batch(self, number, metrics=(), params=()):
         if metrics and (error := next(self.unsent, None)):
