@@ -45,7 +45,6 @@ def test_load_newest_names_each_damaged_one_and_stops_if_none_is_good(tmp_path):
     HARMS["missing"](tmp_path / "step_00000002" / "meta.json")
     with pytest.raises(CheckpointError) as caught:
         newest(tmp_path)
-    assert caught.value.exit_code == 5
     message = str(caught.value)
     assert "step_00000001: model.safetensors was changed after it was written" in message
     assert "step_00000002: meta.json cannot be read: No such file or directory" in message
@@ -59,10 +58,7 @@ def test_load_newest_names_each_damaged_one_and_stops_if_none_is_good(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        *("../elsewhere/step_00000002", "/etc", "", "\0", "step_2"),
-        ".replaced-step_00000002",
-    ],
+    ["../elsewhere/step_00000002", "/etc", "", "\0", "step_2", ".replaced-step_00000002"],
     ids=repr,
 )
 def test_latest_can_be_missing_or_wrong_and_names_nothing_outside(tmp_path, text):

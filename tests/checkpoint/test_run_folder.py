@@ -54,13 +54,8 @@ def replace(folder: Path) -> None:
 def test_status_says_on_a_full_disk_how_the_run_ended(small_disk):
     disk = small_disk("size=64k")
     status = RunStatus(disk / "status.json", ALONE)
-
-    def fill() -> None:
-        with open(disk / "other", "wb") as other:
-            other.write(bytes(1 << 20))
-
     with pytest.raises(OSError, match="No space left"), status.recording():
-        fill()
+        (disk / "other").write_bytes(bytes(1 << 20))
     record = json.loads(status.path.read_text())
     assert record["state"] == "failed" and "No space left" in record["message"]
 
@@ -118,12 +113,12 @@ def started_differently(rank: int, world_size: int, folder: str) -> list[str]:
     for override in OTHERS:
         overrides = [*SMALL, f"logging.folder={folder}", *([override] if rank else [])]
         found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides)))
+    config = load_config(CONFIGS / "digits_demo.yaml", SMALL)
     ranks.digest_of_sources = lambda: f"of rank {rank}"  # in this process, which ends with the test
-    found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides[: len(SMALL)])))
+    found.append(refusal(config))
     ranks.versions = lambda: {"torch": f"2.{rank}"}
-    found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides[: len(SMALL)])))
-    found += with_other_lists(rank, Path(folder, "colors"))
-    return found
+    found.append(refusal(config))
+    return found + with_other_lists(rank, Path(folder, "colors"))
 
 
 def with_other_lists(rank: int, folder: Path) -> list[str]:
