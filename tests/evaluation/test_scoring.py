@@ -11,13 +11,11 @@ from torch import nn
 
 from fastsuncet.commands.evaluate import KINDS
 from fastsuncet.config import ConfigErrors
-from fastsuncet.data.dataset import Images, open_images
+from fastsuncet.data.dataset import open_images
 from fastsuncet.errors import NumericalError
 from fastsuncet.evaluation.protocols import accuracy, knn, linear, npi
 from fastsuncet.evaluation.scoring import measured, per_class, supports, true_labels
 from pipelines.data_errors import DataError
-from pipelines.datasets.folders import image_folder
-from pipelines.datasets.label_splits import labeled_split
 from tests.support.colors import ALONE, MeanColor, color_config, write_colors
 
 
@@ -35,13 +33,10 @@ def test_measured_counts_like_a_stable_sort(rows, classes, seed):
 
 @pytest.mark.parametrize("kind", ["knn", "linear", "npi", "accuracy"])
 def test_an_evaluation_refuses_outputs_that_are_not_finite(colors, kind):
-    class Overflowing(MeanColor):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).fill_(float("nan"))
-
     config, images = colors
+    overflowing = nn.Sequential(MeanColor(), nn.Threshold(2.0, torch.nan))  # a mean color is below 2
     with pytest.raises(NumericalError, match="outputs are not finite"):
-        KINDS[kind][0](Overflowing(), images, config, ALONE)
+        KINDS[kind][0](overflowing, images, config, ALONE)
 
 
 def test_per_class_names_what_each_class_is_taken_for():
@@ -62,10 +57,10 @@ def test_supports_without_labels_is_an_error_of_the_config(tmp_path):
 
 
 def test_supports_names_a_class_without_a_labeled_image(tmp_path):
-    config = color_config(write_colors(tmp_path))
     (tmp_path / "names.txt").write_text("r/0.png\nb/1.png\n")
-    train, validation = (image_folder(tmp_path / part) for part in ("train", "val"))
-    images = Images(train, labeled_split(train, "names", file=tmp_path / "names.txt"), validation)
+    split = f"data.split={{kind: names, file: {tmp_path}/names.txt}}"
+    config = color_config(write_colors(tmp_path), split)
+    images = open_images(config, ALONE, validation=True)
     with pytest.raises(DataError, match=r"have no labeled image \(g\).* 4 validation"):
         supports(images, config)
 
