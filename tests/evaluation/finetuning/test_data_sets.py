@@ -27,12 +27,7 @@ def slow_average_precision(scores, presence) -> float:
 
 
 def test_average_precision_by_hand():
-    # Sorted: + - + (difficult) - +; precisions 1, 1/2, 2/3, 2/4, 3/5 at recalls 1/3, 1/3, 2/3, 2/3, 1.
-    # Recalls 0 .. .3 read 1, .4 .. .6 read 2/3, .7 .. 1 read 3/5.
-    scores, presence = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4]), np.array([1, -1, 1, 0, -1, 1])
-    wanted = (4 * 1 + 3 * 2 / 3 + 4 * 3 / 5) / 11
-    assert average_precision(scores, presence) == pytest.approx(wanted, abs=1e-15)
-    # Three of ten positives are a recall of exactly 0.3.
+    # Three of ten positives are a recall of exactly 0.3: recalls 0 .. 0.3 read 1, the others the last precision.
     presence = np.array([1] * 3 + [-1] * 20 + [1] * 7)
     wanted = (4 * 1 + 7 * 10 / 30) / 11
     assert average_precision(-np.arange(30.0), presence) == pytest.approx(wanted, abs=1e-15)
