@@ -4,7 +4,6 @@ import csv
 import functools
 import os
 import tempfile
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import embed, export, predict
-from fastsuncet.distributed.place import Place
 from fastsuncet.errors import FastSuncetError
 from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.models.resnet import build_model
@@ -27,6 +25,7 @@ from pipelines.datasets.index import ImageIndex, load_index, save_index
 from pipelines.datasets.pack import open_pack, write_pack
 from pipelines.sampling.augmentation import Center
 from tests.support.checkpoints import assert_whole, save
+from tests.support.colors import ALONE
 from tests.support.exports import save_run
 from tests.support.pictures import write_pictures
 
@@ -127,26 +126,23 @@ def write_rows(output: Path, number: int) -> None:
         else:
             predict._save(path, predict._predictions(rows, list(map(images().name, range(3))), CLASSES))
 
-    network, place = nn.Flatten(), Place(0, 1, torch.device("cpu"))
+    network = nn.Flatten()
     network.register_buffer("number", torch.tensor(number))  # another network, whose rows are not continued
     with mock.patch.object(embed, "outputs", outputs), mock.patch.dict(embed.SAVE_EVERY, cpu=1):
-        rows = embed.FolderPass(network, 4, images(), Center(), place, batch=2)
+        rows = embed.FolderPass(network, 4, images(), Center(), ALONE, batch=2)
         rows.write(output, save_rows, force=True)
 
 
 def read_rows(output: Path) -> int | None:
-    """Return the number of an output, each row of which must have it. Raises OSError with the path."""
-    try:
-        if output.suffix == ".npz":
-            with np.load(output) as arrays:
-                found = arrays["features"].tolist()
-        else:
-            with open(output, encoding="utf-8") as file:
-                found = [[CLASSES.index(row["class"])] for row in csv.DictReader(file)]
-    except FileNotFoundError:
+    """Return the number of an output, each row of which must have it."""
+    if not output.exists():
         return None
-    except (OSError, zipfile.BadZipFile) as error:  # NumPy's reader names no file
-        raise OSError(f"{output}: {error}") from error
+    if output.suffix == ".npz":
+        with np.load(output) as arrays:
+            found = arrays["features"].tolist()
+    else:
+        lines = output.read_text(encoding="utf-8").splitlines()
+        found = [[CLASSES.index(row["class"])] for row in csv.DictReader(lines)]
     assert len(found) == 3 and len({cell for row in found for cell in row}) == 1
     return int(found[0][0])
 
