@@ -3,12 +3,11 @@
 import pytest
 
 from fastsuncet.config import Config
-from fastsuncet.data.dataset import Images, open_images
-from tests.support.colors import ALONE, color_config, write_colors
+from fastsuncet.data.dataset import Images
+from tests.support.colors import open_colors
 
 
 @pytest.fixture
 def colors(tmp_path) -> tuple[Config, Images]:
     """A config of noisy images in one of three colors, which every evaluation gets right, and its images."""
-    config = color_config(write_colors(tmp_path))
-    return config, open_images(config, ALONE, validation=True)
+    return open_colors(tmp_path)

@@ -11,12 +11,11 @@ from torch import nn
 
 from fastsuncet.commands.evaluate import KINDS
 from fastsuncet.config import ConfigErrors
-from fastsuncet.data.dataset import open_images
 from fastsuncet.errors import NumericalError
 from fastsuncet.evaluation.protocols import accuracy, knn, linear, npi
 from fastsuncet.evaluation.scoring import measured, per_class, supports, true_labels
 from pipelines.data_errors import DataError
-from tests.support.colors import ALONE, MeanColor, color_config, write_colors
+from tests.support.colors import ALONE, MeanColor, open_colors
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 10_000))
@@ -49,8 +48,7 @@ def test_per_class_names_what_each_class_is_taken_for():
 
 
 def test_supports_without_labels_is_an_error_of_the_config(tmp_path):
-    config = color_config(write_colors(tmp_path), "data.split.kind=none")
-    images = open_images(config, ALONE, validation=True)
+    config, images = open_colors(tmp_path, "data.split.kind=none")
     for run in (knn, npi, linear):
         with pytest.raises(ConfigErrors, match=r"data\.split\.kind=none(?s:.*)data\.split\.kind=all"):
             run(MeanColor(), images, config, ALONE)
@@ -58,9 +56,7 @@ def test_supports_without_labels_is_an_error_of_the_config(tmp_path):
 
 def test_supports_names_a_class_without_a_labeled_image(tmp_path):
     (tmp_path / "names.txt").write_text("r/0.png\nb/1.png\n")
-    split = f"data.split={{kind: names, file: {tmp_path}/names.txt}}"
-    config = color_config(write_colors(tmp_path), split)
-    images = open_images(config, ALONE, validation=True)
+    config, images = open_colors(tmp_path, f"data.split={{kind: names, file: {tmp_path}/names.txt}}")
     with pytest.raises(DataError, match=r"have no labeled image \(g\).* 4 validation"):
         supports(images, config)
 
@@ -80,10 +76,10 @@ def test_accuracy_refuses_a_classifier_of_other_classes(colors):
 
 def test_validation_images_take_the_class_numbers_of_the_training_images(tmp_path):
     """Also where their index was kept by a run on other training classes."""
-    open_images(color_config(write_colors(tmp_path)), ALONE, validation=True)
+    open_colors(tmp_path)
     shutil.copytree(tmp_path / "train", tmp_path / "more")
     shutil.copytree(tmp_path / "train" / "r", tmp_path / "more" / "a")  # b, g, r become 1, 2, 3
-    images = open_images(color_config(tmp_path, "data.train=more"), ALONE, validation=True)
+    _, images = open_colors(tmp_path, "data.train=more")
     assert images.validation.classes == images.train.classes == ("a", "b", "g", "r")
     for i, label in enumerate(images.validation.labels):
         assert images.validation.classes[label] == images.validation.name(i)[0]

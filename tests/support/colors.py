@@ -8,6 +8,7 @@ from PIL import Image
 from torch import nn
 
 from fastsuncet.config import Config, load_config
+from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.distributed.place import Place
 
 ALONE = Place(0, 1, torch.device("cpu"))
@@ -44,3 +45,9 @@ def write_colors(folder: Path) -> Path:
 def color_config(folder: Path, *overrides: str) -> Config:
     """Load the config that `write_colors` wrote."""
     return load_config(folder / "colors.yaml", overrides)
+
+
+def open_colors(folder: Path, *overrides: str) -> tuple[Config, Images]:
+    """Write the data set below `folder`, and return its config and its images."""
+    config = color_config(write_colors(folder), *overrides)
+    return config, open_images(config, ALONE, validation=True)

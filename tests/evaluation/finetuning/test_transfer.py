@@ -11,6 +11,7 @@ from fastsuncet.evaluation.finetuning.transfer import Cell, batchnorm_momentum, 
 from tests.support.runs import CONFIGS
 
 DEMO = str(CONFIGS / "digits_demo.yaml")
+CELL = "--cell: is I/N with 1 <= I <= N, such as 3/8"
 FOUR = ("transfer.learning_rates=[0.1,0.01]", "transfer.weight_decays=[0,0.001]")
 
 
@@ -64,10 +65,7 @@ def test_table_shows_the_chosen_the_diverged_and_the_missing_cell():
     [
         ("transfer.root=null", "transfer.root.*must name the folder that holds the data sets"),
         ("transfer.resize=200", "transfer.resize.*must not be below transfer.size"),
-        *(
-            (f"--cell={text}", "--cell: is I/N with 1 <= I <= N, such as 3/8")
-            for text in ("0/4", "5/4", "1", "a/b")
-        ),
+        *((f"--cell={wrong}", CELL) for wrong in ("0/4", "5/4", "1", "a/b")),
     ],
 )
 def test_transfer_that_cannot_run_is_refused_with_exit_code_2(tmp_path, capsys, override, message):
