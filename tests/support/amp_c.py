@@ -17,22 +17,21 @@ class StandIn:
             flag.fill_(1)  # and goes on
         return norms.norm().view(1), norms if per_tensor else norms[:0]
 
-    def multi_tensor_sgd(
-        self, chunk, flag, lists, wd, momentum, dampening, lr, nesterov, first_run, wd_after_momentum, scale
-    ):
+    def multi_tensor_sgd(self, chunk, flag, lists, wd, momentum, dampening, lr, nesterov, *options):
         check(chunk, flag, lists)
         # pybind takes no tensor for a float.
-        assert all(type(x) is float for x in (wd, momentum, dampening, lr, scale))
-        assert all(type(x) is bool for x in (nesterov, first_run, wd_after_momentum))
+        assert all(type(x) is float for x in (wd, momentum, dampening, lr)) and type(nesterov) is bool
+        # LARS has no first run, no decay after the momentum, and gradients as they are.
+        assert dampening == 0 and repr(options) == "(False, False, 1.0)"
         self.calls.append("sgd")
         if flag.item():
             return
         for g, w, b in zip(*lists):
-            step = g * scale if wd_after_momentum else g * scale + wd * w
+            step = g + wd * w
             if momentum:
-                b.copy_(step if first_run else b * momentum + (1 - dampening) * step)
+                b.mul_(momentum).add_(step)
                 step = step + momentum * b if nesterov else b
-            w.sub_(lr * (step + wd * w if wd_after_momentum else step))
+            w.sub_(lr * step)
 
 
 def check(chunk, flag, lists):
