@@ -1,4 +1,4 @@
-"""Ranks exchange rows, gradients and plain values, and agree on a stop."""
+"""Ranks exchange rows, gradients and plain values, and agree on a stop: each rank compares what it gets."""
 
 import pytest
 import torch
@@ -8,91 +8,68 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
-WORLD = 3
+
+def rows_of(rank: int) -> torch.Tensor:
+    return (torch.arange(6).reshape(2, 3) + 100 * rank).double()
 
 
-def _rows(rank: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return (torch.arange(6).reshape(2, 3) + 100 * rank).to(dtype)
-
-
-def _call_everything(rank: int, world_size: int) -> dict:
-    """Return the results of all collectives: starting ranks costs seconds, calling them costs nothing."""
-    half = torch.distributed.new_group([1, 2])
-    x = _rows(rank).requires_grad_()
-    gathered = collectives.gather_rows(x, None)
+def rows_arrive_in_rank_order(rank: int, world_size: int) -> None:
+    assert (collectives.rank(), collectives.world_size()) == (rank, world_size)
+    own, joined = rows_of(rank), torch.cat([rows_of(r) for r in range(world_size)])
+    gathered = collectives.gather_rows(own.requires_grad_(), None)
+    assert torch.equal(gathered, joined)
     # A different weight for each rank's loss and for each gathered row, so that no mix-up can cancel.
-    weights = (rank + 1) * torch.arange(1.0, 1 + gathered.numel(), dtype=torch.float64).view_as(gathered)
-    (gathered * weights).sum().backward()
-    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
-    result = {
-        "place": (collectives.rank(), collectives.world_size()),
-        "gathered": gathered.detach(),
-        "gradient": x.grad,
-        "dtypes": [collectives.all_gather_rows(_rows(rank, dtype)) for dtype in dtypes],
-        "strided": collectives.all_gather_rows(_rows(rank).T.contiguous().T),
-        "empty": collectives.all_gather_rows(torch.empty(0, 4)),
-        "empty_sum": collectives.reduce_scatter_rows(torch.empty(0, 4)),
-        "own_sum": collectives.reduce_scatter_rows(torch.arange(6.0).reshape(6, 1) * (rank + 1)),
-        "sum": (own := torch.tensor([rank]), collectives.sum_over_ranks(own)),
-        "of_rank_0": collectives.broadcast(torch.full((2,), rank + 5.0)),
-        "any": [collectives.any_rank(False), collectives.any_rank(rank == world_size - 1)],
-        "gathered_json": collectives.gather_json({"rank": rank, "text": "é" * rank, "none": None}),
-        "broadcast_json": collectives.broadcast_json(f"by {rank}"),
-    }
+    weights = torch.arange(1.0, 1 + joined.numel(), dtype=torch.float64).view_as(joined)
+    (gathered * (rank + 1) * weights).sum().backward()
+    # The gradient of the gathered rows is the sum over ranks.
+    assert torch.equal(own.grad, weights.split(2)[rank] * sum(range(1, world_size + 1)))
+
+    own = own.detach()
+    assert torch.equal(collectives.all_gather_rows(own.T.contiguous().T), joined)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
+        assert torch.equal(collectives.all_gather_rows(own.to(dtype)), joined.to(dtype))
+    for collective in (collectives.all_gather_rows, collectives.reduce_scatter_rows):
+        assert collective(torch.empty(0, 4)).shape == (0, 4)
+
+
+def values_reach_every_rank(rank: int, world_size: int) -> None:
+    own_sum = collectives.reduce_scatter_rows(torch.arange(6.0).reshape(6, 1) * (rank + 1))
+    assert own_sum.flatten().tolist() == [2 * rank * 6, (2 * rank + 1) * 6]
+    own = torch.tensor([rank])
+    assert (collectives.sum_over_ranks(own).item(), own.item()) == (3, rank)  # a sum is a new tensor
+    assert collectives.broadcast(torch.full((2,), rank + 5.0)).tolist() == [5.0, 5.0]
+    assert not collectives.any_rank(False) and collectives.any_rank(rank == world_size - 1)
+    values = [{"rank": r, "text": "é" * r, "none": None} for r in range(world_size)]
+    assert collectives.gather_json(values[rank]) == values
+    assert collectives.broadcast_json(f"by {rank}") == "by 0"
     collectives.require_equal((7, 8), "the shape")
     with pytest.raises(ValueError, match="the shape") as refused:
         collectives.require_equal((7, 8 + rank // 2), "the shape")
-    result["disagreement"] = str(refused.value)
-    if rank > 0:
-        result["half_place"] = (collectives.rank(half), collectives.world_size(half))
-        result["half"] = collectives.all_gather_rows(_rows(rank), half)
-        result["half_sum"] = collectives.reduce_scatter_rows(torch.tensor([10.0, 20.0]) * rank, half)
-    consensus = collectives.StopConsensus()
-    result["stops"] = [consensus.agree(rank == 2 and step == 1) for step in range(5)]
-    consensus.close()
-    return result
-
-
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
-    return run_ranks(_call_everything, WORLD)
-
-
-def test_rows_of_all_ranks_arrive_in_rank_order(results):
-    joined = torch.cat([_rows(r) for r in range(WORLD)])
-    for r, result in enumerate(results):
-        assert result["place"] == (r, WORLD)
-        assert torch.equal(result["gathered"], joined)
-        assert torch.equal(result["strided"], joined)
-        for rows in result["dtypes"]:
-            assert torch.equal(rows, torch.cat([_rows(r, rows.dtype) for r in range(WORLD)]))
-        assert result["empty"].shape == result["empty_sum"].shape == (0, 4)
-    # The gradient of the gathered rows is the sum over ranks.
-    numbers = torch.arange(1.0, 1 + 6 * WORLD, dtype=torch.float64)
-    wanted = numbers.view(WORLD, 2, 3) * sum(range(1, WORLD + 1))
-    for r, result in enumerate(results):
-        assert torch.equal(result["gradient"], wanted[r])
-
-
-def test_sums_broadcasts_and_disagreements_reach_every_rank(results):
-    for r, result in enumerate(results):
-        assert result["own_sum"].flatten().tolist() == [2 * r * 6, (2 * r + 1) * 6]
-        assert [x.item() for x in result["sum"]] == [r, 3]  # a sum is a new tensor
-        assert result["of_rank_0"].tolist() == [5.0, 5.0]
-        assert result["any"] == [False, True]
     numbers = "rank 0: (7, 8), rank 1: (7, 8), rank 2: (7, 9)"
-    for result in results:
-        assert result["gathered_json"] == [{"rank": r, "text": "é" * r, "none": None} for r in range(WORLD)]
-        assert result["broadcast_json"] == "by 0"
-        assert result["disagreement"] == f"the shape must be the same on every rank, but is {numbers}"
+    assert str(refused.value) == f"the shape must be the same on every rank, but is {numbers}"
 
 
-def test_a_smaller_group_counts_its_own_ranks(results):
-    for r, result in enumerate(results[1:]):
-        assert result["half_place"] == (r, 2)
-        assert torch.equal(result["half"], torch.cat([_rows(1), _rows(2)]))
-        assert result["half_sum"].tolist() == [[30.0], [60.0]][r]
+def smaller_group_counts_its_own_ranks(rank: int, world_size: int) -> None:
+    half = torch.distributed.new_group([1, 2])
+    if rank > 0:
+        assert (collectives.rank(half), collectives.world_size(half)) == (rank - 1, 2)
+        joined = torch.cat([rows_of(1), rows_of(2)])
+        assert torch.equal(collectives.all_gather_rows(rows_of(rank), half), joined)
+        own_sum = collectives.reduce_scatter_rows(torch.tensor([10.0, 20.0]) * rank, half)
+        assert own_sum.tolist() == [30.0 * rank]
 
 
-def test_stop_consensus_of_a_signal_to_one_rank_is_the_same_step_on_all(results):
-    assert [result["stops"] for result in results] == [[False, False, True, True, True]] * WORLD
+def signal_to_one_rank_stops_all_at_the_same_step(rank: int, world_size: int) -> None:
+    consensus = collectives.StopConsensus()
+    stops = [consensus.agree(rank == 2 and step == 1) for step in range(5)]
+    consensus.close()
+    assert stops == [False, False, True, True, True]
+
+
+CHECKS = (rows_arrive_in_rank_order, values_reach_every_rank, smaller_group_counts_its_own_ranks)
+CHECKS += (signal_to_one_rank_stops_all_at_the_same_step,)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_collectives_on_three_ranks(check):
+    run_ranks(check, 3)
