@@ -56,18 +56,14 @@ def test_load_newest_names_each_damaged_one_and_stops_if_none_is_good(tmp_path):
         save(tmp_path / "file", 1)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["../elsewhere/step_00000002", "/etc", "", "\0", "step_2", ".replaced-step_00000002"],
-    ids=repr,
-)
-def test_latest_can_be_missing_or_wrong_and_names_nothing_outside(tmp_path, text):
+def test_latest_can_be_missing_or_wrong_and_names_nothing_outside(tmp_path):
     save(tmp_path / "elsewhere", 2)
     folder = tmp_path / "run"
     latest = save(folder, 1).with_name("latest")
-    latest.write_text(text)
-    step, lines = newest(folder)
-    assert step == 1 and "names no checkpoint" in lines[0]
+    for text in ("../elsewhere/step_00000002", "/etc", "", "\0", "step_2", ".replaced-step_00000002"):
+        latest.write_text(text)
+        step, lines = newest(folder)
+        assert step == 1 and f"names no checkpoint ({text!r})" in lines[0]
     latest.unlink()
     assert newest(folder) == (1, [])
     latest.mkdir()

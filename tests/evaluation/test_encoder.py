@@ -161,19 +161,17 @@ def test_load_encoder_reads_float16_of_safetensors_as_float32(tmp_path, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "other",
-    [{}, {"fc.weight": torch.ones(7, 99)}, {"fc.bias": torch.ones(3)}, {"fc.weight": torch.ones(7, 64, 1)}],
-    ids=["fits", "other width", "other bias", "a convolution"],
-)
-def test_load_encoder_keeps_a_classifier_that_fits(tmp_path, config, other):
-    fc = {"fc.weight": torch.randn(7, 64), "fc.bias": torch.randn(7)}
-    torch.save({"model": built().encoder.state_dict() | fc | other}, tmp_path / "weights.pth")
-    classifier = load_encoder(tmp_path / "weights.pth", config).classifier
-    assert (classifier is None) == bool(other)
-    if classifier is not None:
-        assert torch.equal(classifier.weight, fc["fc.weight"])
-        assert torch.equal(classifier.bias, fc["fc.bias"])
+def test_load_encoder_keeps_a_classifier_that_fits(tmp_path, config):
+    def classifier_of(weight: torch.Tensor, bias: torch.Tensor) -> torch.nn.Linear | None:
+        state = built().encoder.state_dict() | {"fc.weight": weight, "fc.bias": bias}
+        torch.save({"model": state}, tmp_path / "weights.pth")
+        return load_encoder(tmp_path / "weights.pth", config).classifier
+
+    weight, bias = torch.randn(7, 64), torch.randn(7)
+    kept = classifier_of(weight, bias)
+    assert torch.equal(kept.weight, weight) and torch.equal(kept.bias, bias)
+    for other in ((torch.ones(7, 99), bias), (weight, torch.ones(3)), (torch.ones(7, 64, 1), bias)):
+        assert classifier_of(*other) is None
 
 
 def plus(key: str, *shape: int):

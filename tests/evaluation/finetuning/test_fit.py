@@ -19,29 +19,14 @@ from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import CheckpointError, ConfigError, Preempted
 from fastsuncet.evaluation import features
 from fastsuncet.evaluation.encoder import Encoder, linear_layer, load_encoder
-from fastsuncet.evaluation.finetuning import frozen
-from fastsuncet.evaluation.finetuning.fit import (
-    FineTuning,
-    FineTuningStream,
-    Frozen,
-    fit,
-    sigmoid_loss,
-    softmax_loss,
-)
+from fastsuncet.evaluation.finetuning import fit, frozen
 from fastsuncet.evaluation.finetuning.record import with_sizes
 from fastsuncet.models.resnet import build_model
 from pipelines.datasets.index import ImageIndex
+from tests.support import runs
 from tests.support.colors import ALONE
 from tests.support.ranks import run_ranks
-from tests.support.runs import (
-    Killed,
-    assert_equal_to_the_bit,
-    interrupted_at,
-    kill,
-    metrics,
-    small_config,
-    terminate,
-)
+from tests.support.runs import Killed, kill, metrics, terminate
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +68,7 @@ def config_in(folder: Path, **values) -> Config:
     """Return the config of a fine-tuning of 12 images an update, with other `values` of its section."""
     fast = ("data.backend=torchvision", "data.decode_threads=1", "logging.log_every=2", "meta.device=cpu")
     pixels = (f"data.augmentation.mean={list(MEAN)}", f"data.augmentation.std={list(STD)}")
-    config = small_config(folder, *fast, *pixels, "data.augmentation.size=8", "meta.seed=5")
+    config = runs.small_config(folder, *fast, *pixels, "data.augmentation.size=8", "meta.seed=5")
     own = {"head": "zero", "batch_size": 12, "lr": 0.1, "crop_scale": (0.3, 1.0)}
     return with_sizes(config, **own | values)
 
@@ -94,9 +79,9 @@ def run(folder: Path, steps=6, encoder=None, place=ALONE, train=None, **values) 
     options = {"steps": steps, "bn_momentum": values.pop("bn_momentum", None)}
     encoder, config = encoder or plain_encoder(), config_in(folder, **values)
     images = (train or pictures(45), np.arange(5, 45)[::-1].copy())
-    task = FineTuning(encoder, *images, config, place, folder, also=options, **options)
+    task = fit.FineTuning(encoder, *images, config, place, folder, also=options, **options)
     with SignalFlag() as signals:
-        logits, trainer = fit(task, pictures(10, seed=1), np.arange(10), signals)
+        logits, trainer = fit.fit(task, pictures(10, seed=1), np.arange(10), signals)
     loss, accuracy = trainer.means
     kept = {"loss": loss, "accuracy": accuracy, "ledger": trainer.ledger, "model": task.model}
     return SimpleNamespace(logits=logits, **kept)
@@ -127,7 +112,7 @@ def test_fit_steps_as_torchs_sgd_in_float64(tmp_path, nesterov, decay, passes):
     result = run(tmp_path, accumulate=passes, **values)
     rates = [(line["step"], line["lr"]) for line in metrics(tmp_path)]
     assert rates == [(step, pytest.approx(cosine(step - 1))) for step in (2, 4, 6)]
-    stream = FineTuningStream(pictures(45), np.arange(5, 45), config_in(tmp_path), ALONE)
+    stream = fit.FineTuningStream(pictures(45), np.arange(5, 45), config_in(tmp_path), ALONE)
     layer = linear_layer(torch.zeros(CLASSES, 16), torch.zeros(CLASSES))
     model = nn.Sequential(OrderedDict(encoder=plain_encoder().module, classifier=layer)).double()
     sgd, losses = torch.optim.SGD(model.parameters(), momentum=0.9, **values), []
@@ -148,7 +133,7 @@ def test_stream_shows_each_image_once_an_epoch_in_its_own_color(tmp_path):
     index = pictures(45)
     index.pixels[:] = [10, 200, 90]
     config = config_in(tmp_path, batch_size=40)
-    images, labels = FineTuningStream(index, np.arange(40), config, ALONE)(3, 0)
+    images, labels = fit.FineTuningStream(index, np.arange(40), config, ALONE)(3, 0)
     color = (torch.tensor([10, 200, 90]) / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
     torch.testing.assert_close(images, color.view(3, 1, 1).expand(40, 3, 8, 8), rtol=0, atol=2e-3)
     assert sorted(labels.tolist()) == sorted(index.labels[:40].tolist())
@@ -164,7 +149,7 @@ def test_sigmoid_loss_has_no_loss_and_no_gradient_where_presence_is_unknown():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     presence = torch.tensor([[1, -1, 0, 1], [-1, -1, -1, -1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, -1, 1]])
-    loss, right = sigmoid_loss(logits, presence.to(torch.int8))
+    loss, right = fit.sigmoid_loss(logits, presence.to(torch.int8))
     signed = (presence * logits.detach())[presence != 0]
     assert loss.item() == pytest.approx((-signed).exp().log1p().sum().item() / 20, rel=1e-6)
     assert right.item() == pytest.approx((signed > 0).sum().item() / 20)
@@ -185,10 +170,10 @@ def test_update_after_one_that_overflows_is_the_first(tmp_path, monkeypatch):
     images, found = (pictures(45), np.arange(45)), []
     for overflows in (False, True):
         encoder, config = plain_encoder(), config_in(tmp_path / str(overflows))
-        task = FineTuning(encoder, *images, config, ALONE, tmp_path, steps=2)
+        task = fit.FineTuning(encoder, *images, config, ALONE, tmp_path, steps=2)
         task.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for factor in [torch.inf] * overflows + [1.0]:
-            task.loss = lambda logits, labels, by=factor: (softmax_loss(logits, labels)[0] * by, labels[0])
+            task.loss = lambda x, labels, by=factor: (fit.softmax_loss(x, labels)[0] * by, labels[0])
             task.train_step(iter([task.stream(0, 0)]), 0.1)
         task.stream.close()
         found.append([x.detach() for x in task.model.parameters()])
@@ -199,9 +184,9 @@ def test_strong_classifier_moves_the_encoder_by_no_more_than_the_bound(tmp_path)
     """A classifier's large weights are large gradients of the encoder; in fp16 times the scaler's scale."""
     images, encoder = (pictures(45), np.arange(45)), plain_encoder()
     weight, config = torch.randn(CLASSES, 16) * 1e3, config_in(tmp_path, head="linear")
-    start = Frozen(encoder.module, False, weight, torch.zeros(CLASSES), 1.0, {})
+    start = fit.Frozen(encoder.module, False, weight, torch.zeros(CLASSES), 1.0, {})
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
-        task = FineTuning(encoder, *images, config, ALONE, tmp_path, steps=2, frozen=start)
+        task = fit.FineTuning(encoder, *images, config, ALONE, tmp_path, steps=2, frozen=start)
         task.scaler = scaler or task.scaler
         before = [x.detach().clone() for x in task.model.parameters()]
         task.train_step(iter([task.stream(0, 0)]), 0.1)
@@ -253,7 +238,7 @@ def test_fit_stopped_anywhere_continues_to_the_bit(tmp_path, monkeypatch, whole,
     stopped = pytest.raises(Killed)
     if how is terminate:
         stopped = pytest.raises(Preempted, match=f"SIGTERM: saved after step {done}; the same command")
-    with monkeypatch.context() as patch, interrupted_at(FineTuningStream, at, how):
+    with monkeypatch.context() as patch, runs.interrupted_at(fit.FineTuningStream, at, how):
         if at == 6:
             patch.setattr(features, "open_evaluation_loader", lambda *a, **more: how() or opened(*a, **more))
         with stopped:
@@ -264,7 +249,7 @@ def test_fit_stopped_anywhere_continues_to_the_bit(tmp_path, monkeypatch, whole,
     assert (result.loss, result.accuracy) == (expected.loss, expected.accuracy)
     assert result.ledger.views == expected.ledger.views
     ours, theirs = (manager.load_newest(path / "checkpoints") for path in (tmp_path, folder))
-    assert_equal_to_the_bit([ours.model, ours.state], [theirs.model, theirs.state])
+    runs.assert_equal_to_the_bit([ours.model, ours.state], [theirs.model, theirs.state])
     assert metrics(tmp_path) == metrics(folder)
 
 
@@ -293,7 +278,7 @@ def test_fit_in_a_folder_of_other_weights_or_images_is_refused(tmp_path):
 def test_fit_that_does_not_fit_a_gpu_names_its_key(tmp_path, monkeypatch):
     # Its first product is behind the encoder's activations: cuBLAS takes memory of its own then.
     full = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
-    monkeypatch.setattr(FineTuning, "train_step", mock.Mock(side_effect=full))
+    monkeypatch.setattr(fit.FineTuning, "train_step", mock.Mock(side_effect=full))
     said = r"finetune.batch_size.* CUBLAS_STATUS_ALLOC_FAILED .*\. Lower it, or set finetune.accumulate"
     with pytest.raises(ConfigError, match=said):
         run(tmp_path)
