@@ -1,11 +1,14 @@
 """What all ranks do together, ranks that were not started alike, and the folder that a run holds."""
 
+import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,25 +26,19 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS, SMALL
 
 
-def raised_on_rank(rank: int, world_size: int) -> list[list]:
-    """Return the exit code and the text of each error of rank 0, as this rank raises it."""
-    found, place = [], Place(rank, world_size, torch.device("cpu"))
-    for error in [kind("why") for kind in run_folder.ERRORS.values()]:
-
-        def fail(error: Exception = error) -> None:
-            raise error
-
-        with pytest.raises(type(error)) as caught:
-            on_rank_0(place, fail)
-        found.append([caught.value.exit_code, str(caught.value)])
-    return [*found, on_rank_0(place, lambda: ["rank", rank])]
+def errors_of_rank_0_are_raised_on_every_rank(rank: int, world_size: int) -> None:
+    place = Place(rank, world_size, torch.device("cpu"))
+    assert tuple(run_folder.ERRORS) == (2, 3, 4, 5)
+    for code, kind in run_folder.ERRORS.items():
+        with pytest.raises(kind, match="^rank 0: why$" if rank else "^why$") as caught:
+            on_rank_0(place, mock.Mock(side_effect=kind("why")))
+        assert caught.value.exit_code == code
+    assert on_rank_0(place, lambda: ["rank", rank]) == ["rank", 0]
 
 
 @pytest.mark.slow
 def test_on_rank_0_raises_its_errors_with_their_exit_code_on_every_rank():
-    assert run_ranks(raised_on_rank, 2) == [
-        [*([code, text] for code in (2, 3, 4, 5)), ["rank", 0]] for text in ("why", "rank 0: why")
-    ]
+    run_ranks(errors_of_rank_0_are_raised_on_every_rank, 2)
 
 
 def replace(folder: Path) -> None:
@@ -102,65 +99,60 @@ OTHERS = {
 }
 
 
-def refusal(config: Config) -> str:
-    with pytest.raises(ConfigError) as caught, ranks.as_rank(config):
+DEMO = CONFIGS / "digits_demo.yaml"
+
+
+def require_refusal(config: Config, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)), ranks.as_rank(config):
         pass
-    return str(caught.value)
 
 
-def started_differently(rank: int, world_size: int, folder: str) -> list[str]:
-    found = []
-    for override in OTHERS:
-        overrides = [*SMALL, f"logging.folder={folder}", *([override] if rank else [])]
-        found.append(refusal(load_config(CONFIGS / "digits_demo.yaml", overrides)))
-    config = load_config(CONFIGS / "digits_demo.yaml", SMALL)
+def started_differently_is_refused(rank: int, world_size: int, folder: str) -> None:
+    host = socket.gethostname()
+    for override, (key, ours, theirs) in OTHERS.items():
+        config = load_config(DEMO, [*SMALL, f"logging.folder={folder}", *([override] if rank else [])])
+        both = f"{key}:\n  {ours!r} on rank 0, host {host}\n  {theirs!r} on rank 1, host {host}\n"
+        require_refusal(config, both)
+    config = load_config(DEMO, SMALL)
     ranks.digest_of_sources = lambda: f"of rank {rank}"  # in this process, which ends with the test
-    found.append(refusal(config))
+    require_refusal(config, "digest of fastsuncet's sources:\n  'of rank 0' on rank 0")
     ranks.versions = lambda: {"torch": f"2.{rank}"}
-    found.append(refusal(config))
-    return found + with_other_lists(rank, Path(folder, "colors"))
+    require_refusal(config, "version of torch (1 more differ):\n  '2.0' on rank 0")
 
 
-def with_other_lists(rank: int, folder: Path) -> list[str]:
+# What is different in the lists of rank 1, and what is said of it.
+LISTS = {
+    "equal": "",
+    "labels": r"labels of the training images \(1 more differ\):",
+    "split": "labeled split:",
+    "no split": r"split\.txt",
+    "no labels": r"labels\.csv",
+}
+
+
+def other_lists_are_refused(rank: int, world_size: int, folder: str) -> None:
     """Open the same images from local lists: equal ones, then lists that are other or wrong on rank 1."""
-    place, found = Place(rank, 2, torch.device("cpu")), []
-    names = [f"{c}/{i}.png" for c in "rgb" for i in range(5)]
-    for case in ("equal", "labels", "split", "no split", "no labels"):
-        local = folder / f"{case}-{rank}"
+    place, names = Place(rank, 2, torch.device("cpu")), [f"{c}/{i}.png" for c in "rgb" for i in range(5)]
+    for case, said in LISTS.items():
+        local, other = Path(folder, f"{case}-{rank}"), case if rank else ""
         local.mkdir()
-        labels = [name[0] for name in names]
-        if case == "labels" and rank:
-            labels[3] = "g"
-        rows = "".join(f"{name},{label}\n" for name, label in zip(names, labels))
-        (local / "labels.csv").write_text("" if case == "no labels" and rank else f"file,label\n{rows}")
-        (local / "split.txt").write_text("\n".join(names[: 9 + (case == "split" and rank)]) + "\n")
-        if case == "no split" and rank:
-            (local / "split.txt").unlink()
+        rows = "".join(f"{name},{name[0]}\n" for name in names)
+        if other == "labels":
+            rows = rows.replace("r/3.png,r", "r/3.png,g")
+        (local / "labels.csv").write_text("" if other == "no labels" else f"file,label\n{rows}")
+        if other != "no split":
+            (local / "split.txt").write_text("\n".join(names[: 9 + (other == "split")]) + "\n")
         lists = ("data.kind=csv", f"data.csv={local}/labels.csv", "data.train=train", "data.validation=null")
         split = f"data.split={{kind: names, file: {local}/split.txt}}"
-        config = load_config(folder / "colors.yaml", [*lists, split])
-        try:
+        config = load_config(Path(folder, "colors.yaml"), [*lists, split])
+        of_rank_1 = "^rank 1: .*" if case.startswith("no") and not rank else ""
+        refused = pytest.raises(DataError, match=of_rank_1 + said) if said else contextlib.nullcontext()
+        with refused:
             dataset.open_images(config, place, validation=False)
-            found.append("")
-        except DataError as error:
-            found.append(str(error))
-    return found
 
 
 @pytest.mark.slow
 def test_ranks_started_differently_are_refused_before_the_first_step(tmp_path):
-    write_colors(tmp_path / "colors")
-    ranks = run_ranks(started_differently, 2, str(tmp_path))
-    # Every rank ends, none waits.
-    assert ranks[0] == [found if found in ranks[0] else f"rank 1: {found}" for found in ranks[1]]
-    host = socket.gethostname()
-    *configs, sources, version, equal, labels, split, no_split, no_labels = ranks[0]
-    assert "digest of fastsuncet's sources:\n  'of rank 0' on rank 0" in sources
-    assert "version of torch (1 more differ):\n  '2.0' on rank 0" in version
-    for message, (key, ours, theirs) in zip(configs, OTHERS.values(), strict=True):
-        assert f"{key}:\n  {ours!r} on rank 0, host {host}\n  {theirs!r} on rank 1, host {host}\n" in message
-    assert equal == "" and "labels of the training images (1 more differ):" in labels
-    assert "labeled split:" in split
-    assert no_split.startswith("rank 1: ") and "split.txt" in no_split
-    assert no_labels.startswith("rank 1: ") and "labels.csv" in no_labels
+    run_ranks(started_differently_is_refused, 2, str(tmp_path))
+    run_ranks(other_lists_are_refused, 2, str(write_colors(tmp_path / "colors")))
     assert not list(tmp_path.glob("*/status.json"))
