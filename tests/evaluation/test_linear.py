@@ -13,33 +13,26 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("strength", "classes"), [(0.01, 3), (1.0, 5), (30.0, 3)])
-def test_fit_linear_agrees_with_scikit_learn(strength, classes):
+@pytest.mark.parametrize(
+    ("strength", "classes", "n", "width"),
+    [(0.01, 3, 80, 6), (1.0, 5, 80, 6), (30.0, 3, 80, 6), (1.0, 4, 40, 128)],
+)
+def test_fit_linear_agrees_with_scikit_learn(strength, classes, n, width, monkeypatch):
+    """In pieces, as data of any size. 40 x 128 is separable: only the penalty bounds its weights."""
     sklearn = pytest.importorskip("sklearn.linear_model")
-    features, labels = drawn(80, 6) * torch.tensor([1, 10, 0.1, 1, 1, 0]) + 3, torch.arange(80) % classes
+    monkeypatch.setattr(module, "ROWS", 16)
+    scale = torch.tensor([1, 10, 0.1, *[1] * (width - 4), 0])
+    features, labels = drawn(n, width) * scale + 3, torch.arange(n) % classes
     features[:, 0] += labels
     fit = fit_linear(features, labels, classes, strength=strength)
-    assert fit.converged and fit.iterations > 3
+    assert fit.converged and fit.iterations > 3 and fit.weight.dtype == torch.float64
     x = features.double().numpy()
     standard = (x - x.mean(0)) / (x.std(0) + 1e-6)
     oracle = sklearn.LogisticRegression(C=strength, tol=1e-8, max_iter=10_000).fit(standard, labels.numpy())
     np.testing.assert_allclose(fit.weight.numpy() * (x.std(0) + 1e-6), oracle.coef_, atol=2e-3)
-    queries = drawn(40, 6, seed=9) * 2 + 3
+    queries = drawn(40, width, seed=9) * 2 + 3
     theirs = oracle.predict_proba((queries.double().numpy() - x.mean(0)) / (x.std(0) + 1e-6))
     np.testing.assert_allclose(fit.scores(queries).softmax(1), theirs, atol=1e-3)
-
-
-@pytest.mark.parametrize(("n", "width", "classes"), [(70, 8, 3), (300, 64, 10), (40, 128, 4)])
-def test_fit_linear_converges_in_pieces_as_in_one(n, width, classes, monkeypatch):
-    """Data of any size take the path of the largest. 40 x 128 is separable: only the penalty bounds its weights."""
-    features, labels = drawn(n, width), torch.arange(n) % classes
-    whole = fit_linear(features, labels, classes)
-    monkeypatch.setattr(module, "ROWS", 16)
-    pieces = fit_linear(features, labels, classes)
-    assert whole.converged and pieces.converged
-    assert pieces.weight.dtype == torch.float64
-    torch.testing.assert_close(pieces.weight, whole.weight, rtol=0, atol=1e-3)
-    assert torch.equal(whole.scores(features).argmax(1), pieces.scores(features).argmax(1))
 
 
 @pytest.mark.parametrize(("few", "expected"), [(module.FEW_NUMBERS, {1}), (0, {2})])
