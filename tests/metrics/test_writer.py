@@ -90,16 +90,6 @@ def test_writer_returns_plain_numbers_and_refuses_a_key_that_is_not_a_column(tmp
     assert read(tmp_path / "metrics.jsonl") == [{**shown, "kind": "train"}]
 
 
-def test_writer_sync_waits_for_both_files(tmp_path, monkeypatch):
-    with MetricsWriter(tmp_path, COLUMNS) as writer:
-        writer.write(record(1))
-        synced = []
-        fsync = os.fsync
-        monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino) or fsync(fd))
-        writer.sync()
-    assert set(synced) == {(tmp_path / name).stat().st_ino for name in ("metrics.jsonl", "metrics.csv")}
-
-
 @pytest.mark.parametrize("stop", range(8))
 def test_restart_from_any_step_ends_with_the_files_of_an_unbroken_run(tmp_path, stop):
     run(tmp_path / "undisturbed", 0, 10)
