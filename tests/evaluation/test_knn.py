@@ -26,8 +26,6 @@ def circle(*degrees: float) -> torch.Tensor:
 
 
 LENGTHS = torch.tensor([[9.0], [1], [5], [0.1], [3]])
-
-
 CASES = {  # angles of the queries, supports, their labels, options, the classes that are found
     "majority": ([5, 95, 40], circle(0, 10, 20, 90, 100) * LENGTHS, [0, 0, 0, 1, 1], {"k": 3}, [0, 1, 0]),
     "majority, in chunks": ([5, 95, 40], circle(0, 10, 90), [0, 0, 1], {"k": 2, "chunk_size": 2}, [0, 1, 0]),

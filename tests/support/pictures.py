@@ -43,7 +43,6 @@ def encoded(image: Image.Image, kind: str, **options) -> bytes:
 
 def unusable_files(jpeg: bytes) -> dict[str, bytes]:
     """Return the contents of files, by name, that no loader can use; some are damaged copies of `jpeg`."""
-
     image = Image.fromarray(texture(0, 40, 40))
     png = encoded(image, "PNG")
     return {

@@ -17,22 +17,19 @@ def write_voc(root: Path, train: int = 6, val: int = 5, test: int = 7) -> dict[s
     folder = root / "VOCdevkit" / "VOC2007"
     for name in ("JPEGImages", "Annotations", "ImageSets/Main"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    draws = np.random.default_rng(5)
-    counts = {"train": train, "val": val, "test": test}
-    presence, images, number = {}, {}, 0
-    for part, count in counts.items():
+    draws, presence, number = np.random.default_rng(5), {}, 0
+    for part, count in (("train", train), ("val", val), ("test", test)):
         rows = draws.choice([1, -1, -1, 0], (count, len(VOC_CLASSES))).astype(np.int8)
         rows[0], rows[1] = 1, -1
-        presence[part], images[part] = rows, []
+        presence[part], images = rows, []
         for i in range(count):
             number += 1
-            images[part].append(f"{number:06d}")
+            images.append(f"{number:06d}")
             picture = texture(number, 40 + 3 * (i % 3), 40 + 5 * (i % 2))
             if rows[i, 0] == 1:
                 picture[:20] = (250, 10, 10)
-            Image.fromarray(picture).save(folder / "JPEGImages" / f"{number:06d}.jpg", quality=92)
-    for part, rows in presence.items():
+            Image.fromarray(picture).save(folder / "JPEGImages" / f"{images[-1]}.jpg", quality=92)
         for column, name in enumerate(VOC_CLASSES):
-            lines = [f"{one} {value:2d}\n" for one, value in zip(images[part], rows[:, column])]
+            lines = [f"{one} {value:2d}\n" for one, value in zip(images, rows[:, column])]
             (folder / "ImageSets" / "Main" / f"{name}_{part}.txt").write_text("".join(lines))
     return presence
