@@ -103,8 +103,7 @@ FULL = ("No space left on device", "df -h", "as they were")
 TOO_SMALL = (
     "is 1.1 MB",
     "(2.1 MB) of free",
-    "has 2.0 MB",
-    "Free 0.1 MB (all checkpoints but the newest can go)",
+    "has 2.0 MB. Free 0.1 MB (all checkpoints but the newest can go)",
 )
 DISKS = {  # options of the disk, what happens to it, words of the message, rows of the weights
     **{f"full but for {n}": ("size=400k", partial(fill, leave=n), FULL, 64) for n in (0, 4096, 3 * 4096)},

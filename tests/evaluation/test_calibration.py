@@ -17,16 +17,11 @@ from fastsuncet.evaluation.linear import fit_linear, linear_logits
 from fastsuncet.evaluation.scoring import wilson_interval
 
 
-def drawn(generator: torch.Generator, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and labels that are drawn from softmax(logits / temperature)."""
-    logits = 3 * torch.randn(20_000, 4, generator=generator)
-    labels = torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)[:, 0]
-    return logits, labels
-
-
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.5])
 def test_fit_temperature_finds_that_of_the_draw_and_calibrates(temperature):
-    logits, labels = drawn(torch.Generator().manual_seed(1), temperature)
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(20_000, 4, generator=generator)
+    labels = torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)[:, 0]
     found, _ = fit_temperature(logits, labels)
     assert found == pytest.approx(temperature, rel=0.05)
     after, before = (calibration_error((logits / t).softmax(1), labels) for t in (found, 1.0))
