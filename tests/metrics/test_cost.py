@@ -121,23 +121,20 @@ def meter(monkeypatch):
     return opened
 
 
-@pytest.mark.parametrize(
-    ("readings", "state", "joules"),
-    [
-        # Read when opened, at the start of the clock, and at each tick.
-        ([1_000, 5_000, 7_500, 7_750], None, [2.5, 2.75]),
-        # The time between two starts is not the run's.
-        ([90_000, 91_000, 93_000], {**BEFORE, "joules": 40.0}, [42]),
-        # The counter began again, because a driver was reloaded.
-        ([5_000, 5_000, 6_000, 200, 1_200], None, [1, 1, 2]),
-        # A part of the run was not metered: before it, after it, or in the middle.
-        ([1, 2, 3, 4], BEFORE, [None, None]),
-        (None, {**BEFORE, "joules": 40.0}, [None, None]),
-        ([1, 2, None, 4], None, [None, None]),
-    ],
-    ids=["from the first step", "restart", "reloaded", "begun without", "continued without", "lost"],
-)
-def test_energy_is_the_counters_differences_or_absent(meter, readings, state, joules):
+ENERGY = {  # millijoules that are read, the ledger's state before, joules after each tick
+    # Read when opened, at the start of the clock, and at each tick.
+    "from the first step": ([1_000, 5_000, 7_500, 7_750], None, [2.5, 2.75]),
+    "restart, without the time before it": ([90_000, 91_000, 93_000], {**BEFORE, "joules": 40.0}, [42]),
+    "driver reloaded, which counts anew": ([5_000, 5_000, 6_000, 200, 1_200], None, [1, 1, 2]),
+    "no meter before": ([1, 2, 3, 4], BEFORE, [None, None]),
+    "no meter now": (None, {**BEFORE, "joules": 40.0}, [None, None]),
+    "no meter for a while": ([1, 2, None, 4], None, [None, None]),
+}
+
+
+@pytest.mark.parametrize("case", ENERGY)
+def test_energy_is_the_counters_differences_or_absent(meter, case):
+    readings, state, joules = ENERGY[case]
     cost = Ledger(meter=meter(a=readings) if readings else None)
     if state is None:
         assert cost.record().get("joules") == (0 if readings else None)
