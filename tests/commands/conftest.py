@@ -5,6 +5,7 @@ from pathlib import Path
 import PIL.Image
 import pytest
 
+from fastsuncet import cli
 from fastsuncet.evaluation import confusion
 from fastsuncet.evaluation.finetuning import fit
 from tests.support.chromium import CHROMIUM, Chromium
@@ -36,6 +37,23 @@ def _less_work():
         patch.setattr(confusion, "confusion_picture", first)
         patch.setattr(fit, "BATCHES", 2)
         yield
+
+
+@pytest.fixture
+def run_cli(capsys):
+    """A function that runs a command line, and words with spaces after it; it must end with `code`.
+
+    Returns what it printed: of a success on stdout, of a failure on stderr.
+    """
+
+    def run(line: str, *words: object, code: int = 0) -> str:
+        capsys.readouterr()
+        ended = cli.main([*line.split(), *map(str, words)])
+        printed = capsys.readouterr()
+        assert ended == code, printed.err
+        return printed.err if code else printed.out
+
+    return run
 
 
 @pytest.fixture(scope="session")

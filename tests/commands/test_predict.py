@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import threading
 import urllib.request
 from dataclasses import replace
@@ -19,11 +20,10 @@ import torch
 from PIL import Image
 
 import fastsuncet
-from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import embed, pages
 from fastsuncet.commands.data_pack import data_pack
-from fastsuncet.commands.predict import Prediction, predict
+from fastsuncet.commands.predict import Prediction
 from fastsuncet.config import ConfigErrors
 from fastsuncet.data import learned_labels
 from fastsuncet.distributed.place import join
@@ -43,8 +43,8 @@ pytestmark = pytest.mark.slow
 COLORS = ("red", "green", "blue")
 
 
-def words(run: Path, output: str = "predictions.csv") -> list[str]:
-    return ["predict", str(run), "photos", "--output", output, "--batch", "4"]
+def command(run: Path, output: str = "predictions.csv") -> str:
+    return f"predict {run} photos --output {output} --batch 4"
 
 
 def rows(output: str = "predictions.csv") -> list[dict[str, str]]:
@@ -52,9 +52,8 @@ def rows(output: str = "predictions.csv") -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def test_predict_writes_probabilities_and_keeps_the_classifier(run, labels, picture, capsys, monkeypatch):
-    assert cli.main(words(run)) == 0
-    printed, found = capsys.readouterr().out, rows()
+def test_predict_writes_probabilities_and_keeps_the_classifier(run, labels, picture, run_cli, monkeypatch):
+    printed, found = run_cli(command(run)), rows()
     assert list(found[0]) == ["file", "class", "probability", "second_class", "second_probability"]
     named = sorted(f"part{i % 2}/{color}{i}.png" for i in range(4) for color in COLORS)
     assert [each["file"] for each in found] == named
@@ -67,48 +66,43 @@ def test_predict_writes_probabilities_and_keeps_the_classifier(run, labels, pict
     # The next call fits nothing, gives the same rows, and those of Python.
     with monkeypatch.context() as patch:
         patch.delattr(classifier, "fit_classifier")
-        assert cli.main(words(run, "again.csv")) == 0
-        assert "fitted before" in capsys.readouterr().out and rows("again.csv") == found
-        in_python = fastsuncet.predict(run, run.parent / "photos", batch=4)
+        assert "fitted before" in run_cli(command(run, "again.csv")) and rows("again.csv") == found
+        in_python = fastsuncet.predict(run, "photos", batch=4)
     theirs = [(each.file, each.label, f"{each.probability:.4f}") for each in in_python]
     assert theirs == [(each["file"], each["class"], each["probability"]) for each in found]
     # Photos that it was fitted to say nothing about the sureness of others.
-    assert cli.main(["predict", str(run), "mine", "--output", "fitted.csv"]) == 0
-    assert "all of them are labeled, and it is less sure of others" in capsys.readouterr().out
-    picture(run.parent / "mine" / "new.png", "red", 30)
-    assert cli.main(["predict", str(run), "mine", "--output", "mine.csv", "--page"]) == 0
-    new = next(each for each in rows("mine.csv") if each["file"] == "new.png")
-    said = r"mean probability (\S+) %; 0 of 1 \(0 %\) below 0\.5; the 18 labeled ones"
-    (mean,) = re.findall(said, capsys.readouterr().out)
-    assert float(mean) == pytest.approx(100 * float(new["probability"]), abs=0.06)
-    assert len(rows("mine.csv")) == 19
-    trained = load_encoder(run).trained
-    data_pack(trained, Path("shards"))
-    predict(trained.with_values({"data.pack": "shards"}), Path("mine"), Path("packed.csv"))
-    assert "; the 18 labeled ones" in capsys.readouterr().out
+    known = run_cli(f"predict {run} mine --output fitted.csv")
+    assert "all of them are labeled, and it is less sure of others" in known
+    picture(Path("mine/new.png"), "red", 30)
+    printed, found = run_cli(f"predict {run} mine --output mine.csv --page"), rows("mine.csv")
+    (mean,) = re.findall(r"mean probability (\S+) %; 0 of 1 \(0 %\) below 0\.5; the 18 labeled ones", printed)
+    (new,) = (each["probability"] for each in found if each["file"] == "new.png")
+    assert float(mean) == pytest.approx(100 * float(new), abs=0.06) and len(found) == 19
     page = Path("mine.html").read_text()
     assert "new.png" in page and "red0.png" not in page and "1 image<" in page
+    trained = load_encoder(run).trained
+    data_pack(trained, Path("shards"))
+    Path("packed.yaml").write_text(trained.with_values({"data.pack": "shards"}).to_yaml())
+    assert "; the 18 labeled ones" in run_cli("predict packed.yaml mine --output packed.csv")
     labels(5)
-    photos = (run.parent / "photos").rename(run.parent / os.fsdecode(b"photos\xff"))
-    command = ["predict", str(run), photos.name, "--output", "fewer.csv", "--page"]
-    assert cli.main(command) == 0
-    assert "15 labels of 3 classes" in capsys.readouterr().out
+    photos = Path("photos").rename(os.fsdecode(b"photos\xff"))
+    fewer = f"predict {run} {photos} --output fewer.csv --page"
+    assert "15 labels of 3 classes" in run_cli(fewer)
     assert len(list((run / "classifier").iterdir())) == 2
     page = Path("fewer.html").read_text()
     assert page.count('<img src="data:image/jpeg;base64,') >= 12
     assert "% right, 95 % interval" in page and "://" not in page
     Path("fewer.csv").unlink()
-    assert cli.main(command) == 2 and not Path("fewer.csv").exists()
+    assert run_cli(fewer, code=2) and not Path("fewer.csv").exists()
 
 
-def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monkeypatch):
-    photos, save_every = run.parent / "photos", embed.SAVE_EVERY
-    monkeypatch.setitem(save_every, "cpu", 1)
+def test_predict_lists_skipped_images_and_continues_with_them(run, run_cli, monkeypatch):
+    photos = Path("photos")
+    monkeypatch.setitem(embed.SAVE_EVERY, "cpu", 1)
     (photos / "a.png").write_bytes(b"no image")
     whole = (photos / "part0" / "red0.png").read_bytes()
     (photos / "part0" / "red0.png").write_bytes(whole[: len(whole) // 2])  # its header is good
-    assert cli.main(words(run)) == 3 and not Path("predictions.csv").exists()
-    assert "a.png" in capsys.readouterr().err
+    assert "a.png" in run_cli(command(run), code=3) and not Path("predictions.csv").exists()
 
     def stopped(*_, count=[], outputs=embed.outputs, **__):  # noqa: B006 - counts its calls
         count.append(0)
@@ -118,9 +112,8 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(embed, "outputs", stopped)
-        assert cli.main([*words(run), "--skip-bad"]) == 130
-    assert cli.main([*words(run), "--skip-bad"]) == 0
-    printed = capsys.readouterr().out
+        run_cli(command(run), "--skip-bad", code=130)
+    printed = run_cli(command(run), "--skip-bad")
     assert "continuing after" in printed and "2 images that cannot be decoded" in printed
     assert "a.png: not an image" in printed and "part0/red0.png: " in printed
     empty = [each["file"] for each in rows() if not each["class"] + each["probability"]]
@@ -133,53 +126,48 @@ def test_predict_lists_skipped_images_and_continues_with_them(run, capsys, monke
     assert len(fastsuncet.predict(run, photos, skip_bad=True, batch=1)) == 8
     for path in photos.rglob("*.png"):
         path.write_bytes(whole[: len(whole) // 2])
-    assert cli.main([*words(run, "none.csv"), "--skip-bad"]) == 3 and not Path("none.csv").exists()
-    assert "13 images cannot be decoded" in capsys.readouterr().err
+    assert "13 images cannot be decoded" in run_cli(command(run, "none.csv"), "--skip-bad", code=3)
+    assert not Path("none.csv").exists()
     with pytest.raises(BadImage, match="13 images cannot be decoded"):
         fastsuncet.predict(run, photos, skip_bad=True)
 
 
-def test_predict_skips_the_labels_of_images_that_cannot_be_decoded(run, capsys, monkeypatch):
+def test_predict_skips_the_labels_of_images_that_cannot_be_decoded(run, run_cli, monkeypatch):
     """Those of a good header, in two batches, and that of none; the classifier of the others is kept."""
     monkeypatch.setattr(classifier, "outputs", partial(classifier.outputs, batch=4))
     for name, length in (("red0", 2000), ("red1", 2000), ("green0", 2000), ("blue1", 4)):
-        os.truncate(run.parent / "mine" / f"{name}.png", length)
-    assert cli.main(words(run)) == 3
-    said = capsys.readouterr().err
+        os.truncate(f"mine/{name}.png", length)
+    said = run_cli(command(run), code=3)
     assert "blue1.png: not an image" in said and "leave them out: --skip-bad" in said
-    assert cli.main([*words(run), "--skip-bad"]) == 0 and len(rows()) == 12
-    printed = capsys.readouterr().out
+    printed = run_cli(command(run), "--skip-bad")
+    assert len(rows()) == 12
     skipped = re.findall(rf"^skipped      the label of {run.parent}/mine/(\w+)\.png: ", printed, re.M)
     assert sorted(skipped) == ["blue1", "green0", "red0", "red1"] and "14 labels of 3" in printed
     assert printed.count("fitting      a classifier") == 2
     monkeypatch.delattr(classifier, "fit_classifier")
-    assert len(fastsuncet.predict(run, "photos", skip_bad=True)) == 12
-    assert "fitted before" in capsys.readouterr().out
+    assert "fitted before" in run_cli(command(run), "--skip-bad", "--force")
 
 
-def test_predict_of_a_run_whose_images_moved_takes_its_config(run, capsys):
+def test_predict_of_a_run_whose_images_moved_takes_its_config(run, run_cli):
     trained = load_encoder(run).trained
     (run / "config.yaml").write_text(trained.to_yaml().replace("/mine", "/moved"))
-    (run.parent / "mine").rename(run.parent / "moved")
-    for command in (words(run), ["suggest", str(run), "--count", "2", "--output", "next.csv"]):
-        assert cli.main(command) == 3
-        said = "set data.root to the folder of the images, in config.yaml of the run, and give that file"
-        assert f"mine: {said}" in capsys.readouterr().err
-    assert cli.main(words(run / "config.yaml")) == 0
+    Path("mine").rename("moved")
+    said = "mine: set data.root to the folder of the images, in config.yaml of the run, and give that file"
+    for line in (command(run), f"suggest {run} --count 2 --output next.csv"):
+        assert said in run_cli(line, code=3)
+    run_cli(command(run / "config.yaml"))
 
 
-def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels, capsys):
+def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels, run_cli, capsys):
     """All of them help to classify, those of data.validation too."""
-    table = (run.parent / "labels.csv").read_text()
+    table = Path("labels.csv").read_text()
     (run / "learned.csv").write_text(table)
-    assert cli.main(words(run)) == 0
-    printed = capsys.readouterr().out
+    printed = run_cli(command(run))
     assert "expected     unknown: the network has learned from these labels" in printed
     assert "calibration  not measured; as a rule the probabilities are too high" in printed
     (run / "learned.csv").write_text("\n".join(table.split("\n")[:13]))
-    fastsuncet.predict(run, run.parent / "photos")
-    said = "cross-validation on 6 labels; the network has learned from the other 12)"
-    assert said in capsys.readouterr().out
+    printed = run_cli(command(run), "--force")
+    assert "cross-validation on 6 labels; the network has learned from the other 12)" in printed
     encoder = load_encoder(run)
     with join(encoder.trained) as place:
         index, _ = classifier.labeled_images(encoder.trained, place)
@@ -191,60 +179,53 @@ def test_predict_judges_only_labels_that_the_network_has_not_learned(run, labels
     # A fine-tuning without a table may have learned any label, and weights of another program none, wherever they lie.
     tuned = known(tuned=3, source=f"{run}/finetune/all")
     assert (known(), tuned, known(trained=None)) == (12, 18, 0)
-    config = encoder.trained.with_values({"data.validation": 0.34})
-    fastsuncet.predict(config, run.parent / "photos")
+    fastsuncet.predict(encoder.trained.with_values({"data.validation": 0.34}), "photos")
     assert "fitted before" in capsys.readouterr().out
 
 
-def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, labels, capsys, monkeypatch):
+def test_predict_says_what_labels_cannot_tell_and_refuses_too_few(run, labels, run_cli, monkeypatch):
     labels(1)
-    assert cli.main(words(run)) == 0
-    assert "unknown: no class has two labels" in capsys.readouterr().out
+    assert "unknown: no class has two labels" in run_cli(command(run))
     labels(text="file,label\nred0.png,red\nred1.png,red\ngreen0.png,green\n")
     # Of three one is alone in its class: a new image can be of a class without a label, too.
     right = lambda x, y, classes, strength, _, out: torch.eye(classes)[y[out]]  # noqa: E731
     monkeypatch.setattr(classifier, "linear_logits", right)
-    fastsuncet.predict(run, run.parent / "photos")
-    printed = capsys.readouterr().out
+    printed = run_cli(command(run), "--force")
     assert "66.7 % right" in printed and "on 2 labels; 1 alone in their class count as wrong)" in printed
     plain = {"data.kind": "images", "data.csv": None, "data.split.kind": "none"}
     plain = load_encoder(run).trained.with_values(plain | {"criterion.supervised_epochs": 0})
     with pytest.raises(ConfigErrors, match="no image has a label"):
-        fastsuncet.predict(plain, run.parent / "photos")
+        fastsuncet.predict(plain, "photos")
 
 
-def test_network_whose_outputs_overflow_is_refused(run, picture, capsys):
-    picture(run.parent / "mine" / "new.png", "red", 9)
+def test_network_whose_outputs_overflow_is_refused(run, picture, run_cli):
+    picture(Path("mine/new.png"), "red", 9)
     loaded = manager.load_newest(run / "checkpoints")
     for name in ("weight", "bias"):
         loaded.model[f"encoder.layer3.0.bn2.{name}"].fill_(3e38)
     manager.save(run / "checkpoints", 8, model=loaded.model, state={}, meta=loaded.meta, keep=9)
-    for command, output in (("predict", "a.csv"), ("embed", "a.npz"), ("suggest", "next.csv")):
-        folder = ["--count", "1"] if command == "suggest" else ["photos"]
-        assert cli.main([command, str(run), *folder, "--output", output]) == 4
-        assert "the network's outputs are not finite numbers" in capsys.readouterr().err
+    for words in (f"predict {run} photos", f"embed {run} photos", f"suggest {run} --count 1"):
+        said = run_cli(words, "--output", "a.npz" if "embed" in words else "a.csv", code=4)
+        assert "the network's outputs are not finite numbers" in said
     assert not list(run.glob("classifier/*"))
 
 
-def test_predict_takes_pawss_neighbors_where_they_are_better(run, capsys, monkeypatch):
+def test_predict_takes_pawss_neighbors_where_they_are_better(run, run_cli, monkeypatch):
     """Than the linear classifier, in the same folds. They are kept with their projections."""
     loaded = manager.load_newest(run / "checkpoints")
     loaded.meta["config"]["criterion"] |= {"instance": "paws", "supervised_epochs": "all"}
     loaded.meta["config"]["swav"]["small_crops"] = 0
     manager.save(run / "checkpoints", 8, model=loaded.model, state={}, meta=loaded.meta, keep=9)
-    assert cli.main(words(run)) == 0
-    assert "classifier   linear" in capsys.readouterr().out, "both are right on all: the first"
+    assert "classifier   linear" in run_cli(command(run)), "both are right on all: the first"
     monkeypatch.setattr(classifier, "linear_logits", lambda *given: torch.zeros(int(given[-1].sum()), 3))
     for path in (run / "classifier").iterdir():
         path.unlink()
-    assert cli.main(words(run, "near.csv")) == 0
-    printed, first = capsys.readouterr().out, rows("near.csv")
+    printed, first = run_cli(command(run, "near.csv")), rows("near.csv")
     assert "classifier   PAWS's nearest neighbors; 18 labels" in printed
     assert "because      linear 33.3 %, PAWS's nearest neighbors 100.0 %" in printed
     assert all(each["class"] in each["file"] for each in first)
     monkeypatch.delattr(classifier, "fit_classifier")
-    assert cli.main(words(run, "again.csv")) == 0
-    assert "fitted before" in capsys.readouterr().out and rows("again.csv") == first
+    assert "fitted before" in run_cli(command(run, "again.csv")) and rows("again.csv") == first
 
 
 def test_nearest_neighbors_are_pawss_with_a_temperature_that_keeps_the_order():
@@ -256,12 +237,11 @@ def test_nearest_neighbors_are_pawss_with_a_temperature_that_keeps_the_order():
     torch.testing.assert_close(layer(queries).softmax(1), expected / expected.sum(1, keepdim=True))
 
 
-def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, capsys, monkeypatch):
+def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, run_cli, capsys, monkeypatch):
     """There are no validation images: five folds measure it. A stop within them continues to the same record."""
     monkeypatch.setattr(job, "LEAST_UPDATES", 2)
     Path("mine.yaml").write_text(load_encoder(run).trained.to_yaml())
-    tune = ["finetune", "mine.yaml", "logging.write_tag=run", "finetune.epochs=1", "finetune.lr=0.001"]
-    tune += ["finetune.head=linear"]
+    tune = "finetune mine.yaml logging.write_tag=run finetune.epochs=1 finetune.lr=0.001 finetune.head=linear"
     fit, calls, stop_at = job.fit, [], 3
 
     def watched(task, left_out, *more):
@@ -273,11 +253,11 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
         return fit(task, left_out, *more)
 
     monkeypatch.setattr(job, "fit", watched)
-    assert cli.main(tune) == 130
+    run_cli(tune, code=130)
     assert [name for name, *_ in calls[1:]] == ["1", "2"] and not read_results(run)
     stop_at = None
-    (run / "learned.csv").write_text((run.parent / "labels.csv").read_text())
-    assert cli.main(tune) == 0
+    shutil.copy("labels.csv", run / "learned.csv")
+    run_cli(tune)
     (run / "learned.csv").write_text("file,label\n")
     every, folds = calls[3][1], calls[4:]
     assert len(every) == 18 == sum(len(left_out) for _, _, left_out in folds)
@@ -287,21 +267,18 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     assert (record["images"], record["setting"]["folds"], record["learned"]) == (18, 5, 18)
     assert {name: of["images"] for name, of in record["classes"].items()} == dict.fromkeys(COLORS, 6)
     (folder,) = (run / "finetune").iterdir()
-    assert cli.main(words(folder, "known.csv")) == 0
-    assert "expected     unknown: the network has learned from these labels" in capsys.readouterr().out
+    printed = run_cli(command(folder, "known.csv"))
+    assert "expected     unknown: the network has learned from these labels" in printed
     record["learned"] = 0
     assert {path.name for path in (folder / "folds").iterdir()} == set("12345")
     (path,) = (run / "results").glob("*.json")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     same = record["finetuned"]["labels"]
     for linear, digest, kind in ((0.0, same, "fine-tuned"), (1.0, same, "linear"), (0.0, "other", "linear")):
-        changes = {
-            "frozen": record["frozen"] | {"linear": linear},
-            "finetuned": record["finetuned"] | {"labels": digest},
-        }
-        path.write_text(json.dumps(record | changes))
-        assert cli.main([*words(run), "--force"]) == 0
-        printed = capsys.readouterr().out
+        changes = {"frozen": {"linear": linear}, "finetuned": {"labels": digest}}
+        changed = record | {key: record[key] | change for key, change in changes.items()}
+        path.write_text(json.dumps(changed))
+        printed = run_cli(command(run), "--force")
         assert f"classifier   {kind}" in printed and "5-fold cross-validation on 18 labels" in printed
         said = f"not used     {folder}: learned from other labels than the 18 that can be read now"
         assert (said in printed) == (digest == "other")
@@ -313,7 +290,7 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     printed = capsys.readouterr().out
     assert f"fine-tuned, of {folder};" in printed and f"before temperature {temperature:.2f}" in printed
     # Its export elsewhere has none.
-    assert cli.main(["export", str(folder), "--to", "torchvision", "--output", "away.pth"]) == 0
+    run_cli(f"export {folder} --to torchvision --output away.pth")
     raw = fastsuncet.predict("away.pth", "photos")
     assert "not calibrated: it lies in no folder of a finished fine-tuning" in capsys.readouterr().out
     for ours, theirs in zip(own, raw, strict=True):
@@ -333,9 +310,8 @@ def test_prediction_page_shows_the_surest_and_what_lies_between(tmp_path, pictur
     page = pages.prediction_page(found, tmp_path, [])
     surest, least, close = re.split("least sure|Between two classes", page)
     assert "&lt;script&gt;&amp;&quot;.png" in surest and "<script>" not in page
-    assert (
-        "<bdi>red</bdi> 90 %" in surest and "<bdi>red</bdi> 51 %" in least and ">red</bdi>, 4 images<" in page
-    )
+    assert "<bdi>red</bdi> 90 %" in surest and "<bdi>red</bdi> 51 %" in least
+    assert ">red</bdi>, 4 images<" in page
     assert "1 image whose two best classes" in close and "<small>bomb.png</small>" in close
     assert page.count('<img src="data:,"') == 2 and page.count('<img src="data:image/jpeg') == 1
     assert f"page: named but not shown: {tmp_path / 'bomb.png'}: " in capsys.readouterr().out
@@ -357,7 +333,7 @@ def test_thumbnail_shows_what_the_network_sees(tmp_path):
     assert shown[:35].max() < 10 and shown[45:].min() > 90 and shown[45:].max() < 110
 
 
-def test_docs_serve_the_classes_and_probabilities_of_predict(capsys):
+def test_docs_serve_the_classes_and_probabilities_of_predict(run_cli, capsys):
     """docs/export.md, as it is written: by onnxruntime alone, over HTTP."""
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason=f"{package} is not installed")
@@ -366,7 +342,7 @@ def test_docs_serve_the_classes_and_probabilities_of_predict(capsys):
     record = {"calibration": Calibration(2.5, 0.1, 0.2)._asdict(), "images": 40, "labels": {"count": 80}}
     record |= {"metrics": {"top1": 0.9}, "setting": {}}
     (folder / "result.json").write_text(json.dumps({"record": record}))
-    assert cli.main(["export", str(folder), "--to", "onnx"]) == 0
+    run_cli(f"export {folder} --to onnx")
     for i in range(4):
         write_image(Path(f"photos/{i}.png"), 150, 120 + 20 * i)
     page = (Path(__file__).parents[2] / "docs/export.md").read_text()
