@@ -146,10 +146,9 @@ def test_process_gives_no_file_of_a_run_the_number_of_a_stream_that_is_missing(t
     assert done.returncode == 3 and (tmp_path / "file").read_bytes() == b""
 
 
-def test_main_without_docstrings_says_what_to_leave_out(monkeypatch, capsys):
+def test_main_without_docstrings_says_what_to_leave_out(monkeypatch, run_cli):
     monkeypatch.setattr(sys, "flags", mock.Mock(optimize=2))
-    assert cli.main(["--help"]) == 2
-    assert capsys.readouterr().err.startswith("error: Python runs with -OO or PYTHONOPTIMIZE=2")
+    assert run_cli("--help", code=2).startswith("error: Python runs with -OO or PYTHONOPTIMIZE=2")
 
 
 @pytest.mark.parametrize(
@@ -205,16 +204,14 @@ def test_main_ends_with_2_for_a_wrong_command_line(words, said, command, capsys)
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_help_of_a_command_is_its_docstring(name, capsys):
+def test_help_of_a_command_is_its_docstring(name, run_cli):
     first, *parts = Parser(name).module.__doc__.strip().split("\n\n")
-    assert cli.main([*name.split(), "--help"]) == 0
-    said = capsys.readouterr().out
+    said = run_cli(*name.split(), "--help")
     assert said.startswith(f"usage: fastsuncet {name}") and "exit codes:" in said
     assert all(" ".join(part.split()) in " ".join(said.split()) for part in (first, *parts))
     assert f"  {name:<11} {first}\n" in overview(cli.COMMANDS)
     assert max(map(len, [*said.splitlines(), *overview(cli.COMMANDS).splitlines()])) <= 80
-    assert cli.main(["help", *name.split()]) == 0
-    assert capsys.readouterr().out == said
+    assert run_cli("help", *name.split()) == said
 
 
 def test_help_of_a_group_lists_its_commands(capsys):

@@ -17,9 +17,8 @@ from fastsuncet.config.shipped import shipped
 NAMES = list(shipped())
 
 
-def test_configs_lists_every_file_with_its_first_comment(capsys):
-    assert cli.main(["configs"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_configs_lists_every_file_with_its_first_comment(run_cli):
+    lines = run_cli("configs").splitlines()
     assert [line.split()[0] for line in lines] == NAMES and len(NAMES) > 20
     (main,) = [line for line in lines if line.startswith("in1k_10pct ")]
     assert main.endswith("  ImageNet, SimCLR + SuNCEt with 10 % of the labels: the paper's main result.")
@@ -44,15 +43,14 @@ def test_configs_copy_means_the_same_in_another_folder(name, monkeypatch):
         assert load_config(file) == load_config(name)
 
 
-def test_configs_keeps_a_file_and_suggests_the_nearest_name(capsys):
+def test_configs_keeps_a_file_and_suggests_the_nearest_name(run_cli, capsys):
     Path("my.yaml").write_text("mine")
     assert cli.main(["configs", "in1k_simclr", "--copy", "my.yaml"]) == 2
     assert capsys.readouterr().err == "error: my.yaml: File exists. Name another file: --copy FILE\n"
     assert Path("my.yaml").read_text() == "mine"
     assert cli.main(["configs", "in1k_simclr", "--copy", "missing/my.yaml"]) == 2
     assert "error: missing/my.yaml: No such file or directory." in capsys.readouterr().err
-    assert cli.main(["configs", "in1k_10"]) == 2
-    assert "did you mean in1k_10pct?" in capsys.readouterr().err
+    assert "did you mean in1k_10pct?" in run_cli("configs in1k_10", code=2)
 
 
 @pytest.mark.slow
@@ -76,9 +74,8 @@ def test_config_has_the_meaning_of_every_key():
         assert not words.startswith(("<", "[")) and "Annotated" not in words, key
 
 
-def test_config_of_a_key_and_of_a_section(capsys):
-    assert cli.main(["config", "logging.wandb"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
+def test_config_of_a_key_and_of_a_section(run_cli):
+    assert run_cli("config logging.wandb").splitlines() == [
         "logging.wandb",
         "  meaning  project of Weights & Biases; null: none",
         "  default  null",
@@ -99,14 +96,12 @@ def test_config_of_a_key_and_of_a_section(capsys):
         ("root_path", "no such key; what facebookresearch/suncet calls root_path is data.root"),
     ],
 )
-def test_config_unknown_key_suggests_the_nearest(key, near, capsys):
-    assert cli.main(["config", key]) == 2
-    assert capsys.readouterr().err == f"error: {key}: there is {near}\n"
+def test_config_unknown_key_suggests_the_nearest(key, near, run_cli):
+    assert run_cli(f"config {key}", code=2) == f"error: {key}: there is {near}\n"
 
 
-def test_config_json_schema_has_every_key_and_requires_none(capsys):
-    assert cli.main(["config", "--json-schema"]) == 0
-    schema = json.loads(capsys.readouterr().out)
+def test_config_json_schema_has_every_key_and_requires_none(run_cli):
+    schema = json.loads(run_cli("config --json-schema"))
     assert schema == json.loads(json.dumps(json_schema()))
     for key in CONFIG.values:
         part = schema

@@ -100,9 +100,8 @@ def test_data_check_names_labeled_copies_of_an_image(folder, run, monkeypatch):
     assert shown[-1] == (f"{train}, looking for copies", 2, 2)
 
 
-def test_data_check_of_a_folder_ignores_its_layout(folder, capsys):
-    assert cli.main(["data", "check", "images"]) == 0
-    assert capsys.readouterr().out.startswith("images: 8 images decoded with ")
+def test_data_check_of_a_folder_ignores_its_layout(folder, run_cli):
+    assert run_cli("data check images").startswith("images: 8 images decoded with ")
     cut_short(folder / "images/train/dog/1.jpg")
     with pytest.raises(BadImage, match=r"images/train/dog/1\.jpg"):
         check_folder(folder / "images")

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastsuncet import cli
 from fastsuncet.cli import doctor as page
 from fastsuncet.cli.doctor import Finding, doctor
 from pipelines import backend, cuda_compiler
@@ -134,10 +133,9 @@ def test_extra_says_how_to_install_it(monkeypatch):
     assert page.extra("onnx") == Finding("ok", "onnx 1.18, onnxruntime 1.21")
 
 
-def test_doctor_never_asks_for_both_builds_of_dali(monkeypatch, capsys):
+def test_doctor_never_asks_for_both_builds_of_dali(monkeypatch, run_cli):
     monkeypatch.setattr(page, "EXAMINATIONS", [])
-    assert cli.main(["doctor"]) == 0
-    shown = capsys.readouterr().out
+    shown = run_cli("doctor")
     assert "onnx" in shown and "dali" not in shown
 
 

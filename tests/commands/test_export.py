@@ -15,7 +15,6 @@ import timm
 import torch
 import torchvision
 
-from fastsuncet import cli
 from fastsuncet.checkpoint import manager
 from fastsuncet.commands import export as command
 from fastsuncet.commands.embed import embed
@@ -122,11 +121,10 @@ def test_export_has_the_results_of_its_weights_in_a_renamed_run_and_of_a_fine_tu
 
 
 @pytest.mark.slow
-def test_export_never_replaces_an_output_unasked(tiny, tmp_path, capsys):
+def test_export_never_replaces_an_output_unasked(tiny, tmp_path, run_cli):
     words = ["export", str(tiny), "--to", "timm", "--output", str(tmp_path / "mine.pth")]
     (tmp_path / "mine.pth").write_text("mine")
-    assert cli.main(words) == 2
-    assert (tmp_path / "mine.pth").read_text() == "mine" and "add --force" in capsys.readouterr().err
+    assert (tmp_path / "mine.pth").read_text() == "mine" and "add --force" in run_cli(*words, code=2)
     (tmp_path / "mine.json").write_text("mine")
     for name, to, message in (
         ("mine.pt", "timm", r"mine\.json exists"),
@@ -144,8 +142,7 @@ def test_export_never_replaces_an_output_unasked(tiny, tmp_path, capsys):
         with pytest.raises(ConfigError, match="is a folder, and not an export"):
             export(tiny, to, output=tmp_path / name, force=True)
     assert (tiny / "checkpoints").is_dir()
-    assert cli.main([*words, "--force"]) == 0
-    assert "mine.pth (replaced): timm/test_resnet, step 7" in capsys.readouterr().out
+    assert "mine.pth (replaced): timm/test_resnet, step 7" in run_cli(*words, "--force")
 
 
 @pytest.mark.slow

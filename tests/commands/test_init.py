@@ -233,7 +233,9 @@ def test_init_weights(photos, monkeypatch, capsys):
         ("dog/1.jpg,dog", "../runs/mine/held_out.csv"),
     ],
 )
-def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos, capsys, held_out, kept):
+def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(
+    photos, run_cli, capsys, held_out, kept
+):
     folders = held_out.startswith("dog/")
     for path in sorted(photos.iterdir()):
         write_image(photos / ("cat", "dog")[int(path.stem) % 2] / path.name if folders else path, 300, 200)
@@ -246,8 +248,7 @@ def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos
     Path("b").mkdir()
     # In so short a time no machine makes the updates with larger views.
     words = ["--weights", "runs/mine", "--hours", "0.000001", *["--labels", "labels.csv"] * (not folders)]
-    assert cli.main(["init", "photos", *words, "--output", "b/again.yaml"]) == 0
-    assert "resnet_tiny, from runs/mine, " in capsys.readouterr().out
+    assert "resnet_tiny, from runs/mine, " in run_cli("init photos", *words, "--output", "b/again.yaml")
     config, text = load_config("b/again.yaml"), Path("b/again.yaml").read_text()
     assert (f"validation: {kept}" in text) == bool(kept)
     assert (config.data.validation is None) == (kept is None)

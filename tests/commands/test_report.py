@@ -110,9 +110,8 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(seeds, m
 
 
 @pytest.mark.slow
-def test_report_of_the_paper_alone_has_its_percentages(capsys):
-    assert main(["report", "--paper", "--output", "paper"]) == 0
-    out = capsys.readouterr().out
+def test_report_of_the_paper_alone_has_its_percentages(run_cli):
+    out = run_cli("report --paper --output paper")
     assert "| imagenet-10pct, top1 | 45 | 50.5 |" in out and "| imagenet-1pct, top5 | 81 |" in out
     for name in ("finetune-10-labels-top1", "finetune-10-labels-top5", "finetune-1-labels-top1", "saved"):
         assert np.asarray(Image.open(f"paper/{name}.png").convert("L")).std() > 10
@@ -256,7 +255,7 @@ def test_report_says_where_seeds_are_not_those_of_the_baseline(seeds, monkeypatc
         assert text.count(said.split(": ")[1]) == 1 and f"\n{said}\n" in text
 
 
-def test_report_refuses_with_a_message_and_writes_nothing(runs, capsys):
+def test_report_refuses_with_a_message_and_writes_nothing(runs, run_cli, capsys):
     for words, code, said in (
         ([RUNS[0], "--metric", "map11"], 2, "measured by --metric map11; there is knn, rankme, top1"),
         (["nowhere"], 3, "nowhere does not exist"),
@@ -270,18 +269,16 @@ def test_report_refuses_with_a_message_and_writes_nothing(runs, capsys):
         assert said in capsys.readouterr().err
     assert not Path("report").exists()
     (RUNS[0] / "results" / "broken.json").write_text("{")
-    assert main(["report", str(RUNS[0])]) == 5
-    assert "broken.json" in capsys.readouterr().err
+    assert "broken.json" in run_cli("report", RUNS[0], code=5)
 
 
-def test_report_without_matplotlib_takes_a_baseline_and_says_what_to_install(runs, monkeypatch, capsys):
+def test_report_without_matplotlib_takes_a_baseline_and_says_what_to_install(runs, monkeypatch, run_cli):
     monkeypatch.setattr(versions, "installed", lambda package: None)
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "fastsuncet.commands.report.figures", raising=False)
     # `--paper RUN`: the name of a figure was left out.
-    assert main(["report", "--paper", str(RUNS[2]), "--baseline", str(RUNS[0])]) == 0
-    text = capsys.readouterr().out
+    text = run_cli("report --paper", RUNS[2], "--baseline", RUNS[0])
     assert "| SimCLR | 10 % labels | fine-tuning | 1 |" in text and "(paper)" in text
     written = {path.name for path in Path("report").iterdir()}
     assert written == {"report.md", "table.csv", "saved.csv", "points.csv"}

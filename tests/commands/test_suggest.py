@@ -80,7 +80,7 @@ def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path, browser):
 
 
 @pytest.mark.slow
-def test_suggest_writes_unlabeled_images_and_a_page(run, picture, capsys):
+def test_suggest_writes_unlabeled_images_and_a_page(run, picture, run_cli, capsys):
     for i in range(8):
         quote = '"' * (i % 2)
         picture(run.parent / "mine" / f" new{quote}<{i}>.png", "red", 20 + i)
@@ -98,8 +98,7 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, capsys):
     held_out = load_encoder(run).trained.with_values({"data.validation": 0.34})
     assert suggestions(held_out, 5).labeled == 18, "six of them are held out"
     picture(run.parent / "mine" / "later.png", "red", 40)
-    assert cli.main([*words, "--page", "--force"]) == 0
-    assert capsys.readouterr().out.count("has 1 new image, left out") == 1
+    assert run_cli(*words, "--page", "--force").count("has 1 new image, left out") == 1
 
 
 @pytest.mark.slow
@@ -119,6 +118,5 @@ def test_suggest_names_and_shows_images_that_have_no_file(tmp_path):
 
 
 @pytest.mark.slow
-def test_suggest_says_that_all_images_have_a_label(run, capsys):
-    assert cli.main(["suggest", str(run), "--output", "next.csv"]) == 3
-    assert "can be read have a label, so there is none" in capsys.readouterr().err
+def test_suggest_says_that_all_images_have_a_label(run, run_cli):
+    assert "can be read have a label, so there is none" in run_cli(f"suggest {run} --output next.csv", code=3)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from packaging.version import Version
 
-from fastsuncet import cli
 from fastsuncet.config import load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.optim import LARS
@@ -66,11 +65,10 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
 
 
 @pytest.mark.slow
-def test_dry_run_step_times_a_few_updates_and_keeps_nothing(tmp_path, monkeypatch, capsys):
+def test_dry_run_step_times_a_few_updates_and_keeps_nothing(tmp_path, monkeypatch, run_cli):
     update, calls = LARS.step, []
     monkeypatch.setattr(LARS, "step", lambda *given: calls.append(given) or update(*given))
-    assert cli.main(DRY) == 0
-    plan, end = capsys.readouterr().out.rsplit("\n\n", 1)
+    plan, end = run_cli(*DRY).rsplit("\n\n", 1)
     assert "steps    4 an epoch, 10 in all" in plan and len(calls) == 1 + 2 + 2
     speed, end = end.split("\n", 1)
     assert speed == "speed    PyTorch's operators, as on any CPU"
@@ -88,7 +86,7 @@ def test_dry_run_step_times_a_few_updates_and_keeps_nothing(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_run_that_does_not_fit_a_gpu_names_its_key_and_line(dry, tmp_path, monkeypatch, capsys):
+def test_run_that_does_not_fit_a_gpu_names_its_key_and_line(dry, tmp_path, monkeypatch, run_cli):
     call = step.nn.Module.__call__
 
     def full(module, *given):
@@ -98,8 +96,7 @@ def test_run_that_does_not_fit_a_gpu_names_its_key_and_line(dry, tmp_path, monke
 
     monkeypatch.setattr(step.nn.Module, "__call__", full)
     words = DRY if dry else ["train", "digits_demo", *SMALL, f"logging.folder={tmp_path}"]
-    assert cli.main(words) == 2
-    error = capsys.readouterr().err
+    error = run_cli(*words, code=2)
     assert "command line: criterion.unsupervised_batch_size=360" in error
     assert "does not fit the GPU's memory: CUDA out of memory. Tried to allocate 20.00 GiB. Lower it" in error
     for status in tmp_path.glob("*/status.json"):
@@ -107,10 +104,9 @@ def test_run_that_does_not_fit_a_gpu_names_its_key_and_line(dry, tmp_path, monke
         assert said["exit_code"] == 2 and "does not fit the GPU's memory" in said["message"]
 
 
-def test_dry_run_refuses_a_tracker_whose_package_is_missing(monkeypatch, capsys):
+def test_dry_run_refuses_a_tracker_whose_package_is_missing(monkeypatch, run_cli):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert cli.main(["train", "digits_demo", "--dry-run", "logging.wandb=project"]) == 2
-    error = capsys.readouterr().err
+    error = run_cli("train digits_demo --dry-run logging.wandb=project", code=2)
     assert "logging.wandb=project" in error and "`pip install wandb`" in error
 
 
