@@ -51,9 +51,11 @@ def trainer(monkeypatch):
     return trainer
 
 
-def python(code: str, **options) -> subprocess.CompletedProcess:
+def python(code: str, streams: str = "", **options) -> subprocess.CompletedProcess:
+    """Run `code` in a process whose streams the shell opens or closes as `streams` says."""
+    command = ["sh", "-c", f'exec "$0" -c "$1" {streams}', sys.executable, code]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, **options)
+    return subprocess.run(command, env=environment, stderr=subprocess.PIPE, **options)
 
 
 FOLDER_DATA = "data.kind=image_folder"
@@ -131,7 +133,7 @@ def test_main_goes_on_with_the_stream_that_is_left(monkeypatch, capsys, lost, le
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_process_gives_no_file_of_a_run_the_number_of_a_stream_that_is_missing(tmp_path, closed):
+def test_process_gives_no_file_of_a_run_the_number_of_a_stream_that_is_missing(closed):
     code = (
         "import os, sys; from fastsuncet import cli\n"
         "def work(arguments):\n"
@@ -140,10 +142,7 @@ def test_process_gives_no_file_of_a_run_the_number_of_a_stream_that_is_missing(t
         "        os.write(2, b'of a library'); print('said', file=sys.stderr); return 3\n"
         "cli._dispatch = work; sys.exit(cli.main())"
     )
-    shell = f'exec "$0" -c "$1" {closed}'
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["sh", "-c", shell, sys.executable, code], cwd=tmp_path, env=environment)
-    assert done.returncode == 3 and (tmp_path / "file").read_bytes() == b""
+    assert python(code, closed).returncode == 3 and Path("file").read_bytes() == b""
 
 
 def test_main_without_docstrings_says_what_to_leave_out(monkeypatch, run_cli):
@@ -197,10 +196,9 @@ SETTING = "a setting is section.key=value, and CUDA_VISIBLE_DEVICES=0,1 shows a 
         ("data check . meta.seed=3", ". is a folder, and a folder has no keys to override", "data check"),
     ],
 )  # fmt: skip
-def test_main_ends_with_2_for_a_wrong_command_line(words, said, command, capsys):
-    assert cli.main(words.split(" ")) == 2
+def test_main_ends_with_2_for_a_wrong_command_line(words, said, command, run_cli):
     prog = f"fastsuncet {command}".strip()
-    assert capsys.readouterr().err == f"error: {said}\nSee `{prog} --help`\n"
+    assert run_cli(*words.split(" "), code=2) == f"error: {said}\nSee `{prog} --help`\n"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -272,16 +270,14 @@ GPU = "`nvidia-smi` shows what other programs take; with CUDA_VISIBLE_DEVICES= i
         (RuntimeError(f"in a call\n{NCCL}"), 2, f"{NCCL}. {GPU}"),
     ],
 )
-def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, capsys, monkeypatch):
+def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, run_cli, monkeypatch):
     """With the rank and the traceback where these are asked for; a control character never."""
     trainer.error = error
-    assert cli.main(["train", "run.yaml"]) == code
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert run_cli("train run.yaml", code=code) == f"error: {said}\n"
     assert f"\n  {code} " in EXIT_CODES
     monkeypatch.setenv("FASTSUNCET_TRACEBACK", "1")
     monkeypatch.setenv("RANK", "3")
-    assert cli.main(["train", "run.yaml"]) == code
-    traced = capsys.readouterr().err
+    traced = run_cli("train run.yaml", code=code)
     assert traced.startswith("Traceback") and traced.endswith(f"\n[rank 3] error: {said}\n")
 
 

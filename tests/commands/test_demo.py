@@ -1,6 +1,7 @@
 """The demo: its verdict follows from its numbers, and the two methods that it compares cost the same."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,35 +26,23 @@ def curves(baseline: list[float], ours: list[float]) -> list[Curve]:
     return made
 
 
-@pytest.mark.parametrize(
-    ("baseline", "ours", "said"),
-    [
-        (
-            [0.80, 0.90, 0.92, 0.91],
-            [0.915, 0.93, 0.94, 0.95],
-            [
-                "95.0 % of the test digits with SuNCEt and on 91.0 % without: 4.0 points more.",
-                "The labels alone have 70.0 % for 25% of the compute.",
-                "SimCLR's final accuracy (91.0 %, after 240 updates) after 60 updates: 25% of the compute.",
-                "SimCLR's best accuracy (92.0 %, after 180 updates) after 120 updates: 67% of the compute.",
-            ],
-        ),
-        (
-            [0.80, 0.95],
-            [0.85, 0.90],
-            ["5.0 points less.", "never reached SimCLR's best accuracy (95.0 %, after 120 updates)"],
-        ),
-        ([0.9], [0.9], ["no difference."]),
-    ],
-    ids=["gain", "loss", "draw"],
-)
-def test_verdict_follows_from_the_numbers(baseline, ours, said):
-    text = verdict(*curves(baseline, ours))
-    assert all(words in text for words in said)
+def test_verdict_follows_from_the_numbers():
+    gain = verdict(*curves([0.80, 0.90, 0.92, 0.91], [0.915, 0.93, 0.94, 0.95]))
+    for said in (
+        "95.0 % of the test digits with SuNCEt and on 91.0 % without: 4.0 points more.",
+        "The labels alone have 70.0 % for 25% of the compute.",
+        "SimCLR's final accuracy (91.0 %, after 240 updates) after 60 updates: 25% of the compute.",
+        "SimCLR's best accuracy (92.0 %, after 180 updates) after 120 updates: 67% of the compute.",
+    ):
+        assert said in gain
+    loss = verdict(*curves([0.80, 0.95], [0.85, 0.90]))
+    assert "5.0 points less." in loss
+    assert "never reached SimCLR's best accuracy (95.0 %, after 120 updates)" in loss
+    assert "no difference." in verdict(*curves([0.9], [0.9]))
 
 
-def test_demo_compares_at_equal_compute_and_writes_its_pictures(tmp_path, capsys):
-    folder = tmp_path / "seed #3"  # in YAML a comment
+def test_demo_compares_at_equal_compute_and_writes_its_pictures(capsys):
+    folder = Path("seed #3")  # in YAML a comment
     few = ("optimization.steps=12", "optimization.warmup=0", "checkpoint.every=6", "meta.threads=1")
     # The optimum of six fits takes longer than all else.
     few += ("linear.max_iterations=20", "checkpoint.export=[]")
