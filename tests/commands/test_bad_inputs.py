@@ -76,8 +76,12 @@ def table(*rows: str) -> Callable[[], object]:
     return lambda: LABELS.write_text("".join(f"{row}\n" for row in rows))
 
 
-def each_photo(change: Callable[[Path], object]) -> Callable[[], object]:
-    return lambda: [change(path) for path in sorted(PHOTOS.iterdir())]
+def each_photo(change: Callable[[Path], object], names: list[str] = NAMES) -> Callable[[], object]:
+    return lambda: [change(PHOTOS / name) for name in names]
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
 
 
 class Case(NamedTuple):
@@ -96,73 +100,42 @@ HEAD = "file,label"
 CASES = {
     "a label for a missing file": Case(table(HEAD, *ROWS, "gone.jpg,cat"), (3, "line 10: no image gone.jpg")),
     "one class": Case(
-        table(HEAD, "00.jpg,cat", "01.jpg,cat"),
-        init=(2, "all labels are of one class"),
-        train=(2, "only 1 class has a labeled image: label images of another"),
-        predict=(3, "a classifier needs two or more"),
-        suggest=GOOD,
-    ),
+        table(HEAD, "00.jpg,cat", "01.jpg,cat"), suggest=GOOD,
+        init=(2, "all labels are of one class"), predict=(3, "a classifier needs two or more"),
+        train=(2, "only 1 class has a labeled image: label images of another")),
     "a class with one label": Case(table(HEAD, *ROWS, "08.jpg,owl"), GOOD),
     "a folder for the labels": Case(lambda: (LABELS.unlink(), LABELS.mkdir()), (3, "csv: Is a directory")),
     "no images": Case(each_photo(Path.unlink), (3, "holds no image (.bmp, .jpeg,")),
     "unreadable images": Case(
-        lambda: [(PHOTOS / name).write_bytes(b"") for name in NAMES[10:]],
-        (3, "11.jpg: an empty file"),
-        init=GOOD,
-        suggest=(0, "skipped      2 images that cannot be decoded:\n  10.jpg: an empty file"),
-    ),
+        each_photo(empty, NAMES[10:]), (3, "11.jpg: an empty file"), init=GOOD,
+        suggest=(0, "skipped      2 images that cannot be decoded:\n  10.jpg: an empty file")),
     "images that end early": Case(
-        lambda: [cut_short(PHOTOS / name) for name in NAMES[10:]],
-        GOOD,  # the step of `train` reads none of them
-        predict=(3, "11.jpg: "),
-        suggest=(0, "skipped      2 images that cannot be decoded:\n  10.jpg: "),
-    ),
+        each_photo(cut_short, NAMES[10:]), GOOD,  # the step of `train` reads none of them
+        predict=(3, "11.jpg: "), suggest=(0, "skipped      2 images that cannot be decoded:\n  10.jpg: ")),
     "fewer images without a label than asked for, and a finished run": Case(
-        lambda: [cut_short(PHOTOS / name) for name in NAMES[9:]],
-        GOOD,
+        each_photo(cut_short, NAMES[9:]), GOOD,
         train=(5, "training images were written again since this run was saved"),
         predict=(3, ".jpg: a truncated JPEG"),
-        suggest=(3, "photos that can be read have no label; give --count 1"),
-    ),
+        suggest=(3, "photos that can be read have no label; give --count 1")),
     "unreadable images that are not the run's": Case(
-        lambda: (
-            shutil.copytree(PHOTOS, "own"),
-            CONFIG.write_text(OWN),
-            (PHOTOS / NAMES[11]).write_bytes(b""),
-        ),
-        GOOD,
-        predict=(3, "11.jpg: an empty file\nRepair or remove them.\nOr leave them out: --skip-bad"),
-    ),
+        lambda: (shutil.copytree(PHOTOS, "own"), CONFIG.write_text(OWN), empty(PHOTOS / NAMES[11])), GOOD,
+        predict=(3, "11.jpg: an empty file\nRepair or remove them.\nOr leave them out: --skip-bad")),
     "only unreadable images": Case(
-        each_photo(lambda path: path.write_bytes(b"")),
-        (3, "11.jpg: an empty file"),
-        init=(3, "none of the 12 images below photos can be read: 00.jpg (an empty file)"),
-    ),
+        each_photo(empty), (3, "11.jpg: an empty file"),
+        init=(3, "none of the 12 images below photos can be read: 00.jpg (an empty file)")),
     "a folder of predict that is none": Case(
-        lambda: (PHOTOS.rename("own"), CONFIG.write_text(OWN)),
-        GOOD,
-        init=(3, "no data folder"),
-        predict=(3, "no data folder photos"),
-    ),
+        lambda: (PHOTOS.rename("own"), CONFIG.write_text(OWN)), GOOD,
+        init=(3, "no data folder"), predict=(3, "no data folder photos")),
     "a run of another network": Case(
-        lambda: CONFIG.write_text(RUN.replace("resnet_tiny", "resnet18")),
-        (2, "is not the network of"),
-        init=GOOD,
-        train=(5, "model.name: resnet_tiny in the checkpoint, resnet18 now"),
-    ),
+        lambda: CONFIG.write_text(RUN.replace("resnet_tiny", "resnet18")), (2, "is not the network of"),
+        init=GOOD, train=(5, "model.name: resnet_tiny in the checkpoint, resnet18 now")),
     "no run": Case(
-        lambda: shutil.rmtree("runs"),
-        (2, "/here/runs/run does not exist. An encoder is"),
-        init=GOOD,
-        train=GOOD,
-    ),
+        lambda: shutil.rmtree("runs"), (2, "/here/runs/run does not exist. An encoder is"), init=GOOD, train=GOOD),
     "an output that exists": Case(
         lambda: [Path(name).write_text("mine") for name in ("mine.yaml", "out.csv")],
         (2, "exists. Choose another name, or add --force"),
-        init=(2, "mine.yaml exists. Choose another name, or remove it"),
-        train=GOOD,
-    ),
-}
+        init=(2, "mine.yaml exists. Choose another name, or remove it"), train=GOOD),
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -196,34 +169,32 @@ def test_bad_disk_ends_with_5(options, words, command, here, small_disk, monkeyp
     small_disk(options)
     line = COMMANDS.get(command, "data pack run.yaml --output out.csv").replace("out.csv", f"{disk}/out.csv")
     line += {"init": f" --output {disk}/mine.yaml", "train": f" logging.folder={disk}/runs"}.get(command, "")
-    said = run_cli(*line.split(), code=5)
+    said = run_cli(line, code=5)
     assert words in said and ("logging.folder" if command == "train" else "--output") in said
     assert list(files(disk)) == ["fill"]
 
 
 @pytest.mark.slow
-def test_suggest_writes_no_table_where_its_page_has_no_room(here, small_disk, capsys):
+def test_suggest_writes_no_table_where_its_page_has_no_room(here, small_disk, run_cli):
     disk = small_disk("size=64k")
     (disk / "fill").write_bytes(bytes(60 << 10))
-    assert cli.main(f"suggest run.yaml --count 4 --output {disk}/out.csv --page".split()) == 5
-    assert "free some" in capsys.readouterr().err and list(files(disk)) == ["fill"]
+    assert "free some" in run_cli(f"suggest run.yaml --count 4 --output {disk}/out.csv --page", code=5)
+    assert list(files(disk)) == ["fill"]
 
 
 @pytest.mark.slow
-def test_predict_continues_where_its_page_had_no_room(here, small_disk, run_cli, capsys, monkeypatch):
+def test_predict_continues_where_its_page_had_no_room(here, small_disk, run_cli, monkeypatch):
     disk = small_disk("size=256k")
-    command = f"predict run.yaml photos --output {disk}/out.csv --page".split()
+    command = f"predict run.yaml photos --output {disk}/out.csv --page"
     with monkeypatch.context() as patch:
         patch.setattr("fastsuncet.commands.predict.prediction_page", lambda *_: "x" * (1 << 20))
-        assert cli.main(command) == 5
-    assert "free some" in capsys.readouterr().err and not (disk / "out.csv").exists()
-    assert "continuing after" in run_cli(*command) and list(files(disk)) == ["out.csv", "out.html"]
+        assert "free some" in run_cli(command, code=5) and not (disk / "out.csv").exists()
+    assert "continuing after" in run_cli(command) and list(files(disk)) == ["out.csv", "out.html"]
 
 
 @pytest.mark.slow
-def test_predict_and_suggest_take_a_run_on_a_disk_that_cannot_be_written(here, small_disk, capsys):
+def test_predict_and_suggest_take_a_run_on_a_disk_that_cannot_be_written(here, small_disk, run_cli):
     run = shutil.copytree("runs/run", small_disk("size=4m") / "run")
     small_disk("ro,size=4m")
-    assert cli.main(f"predict {run} photos --output out.csv --page".split()) == 0
-    assert "not kept     " in capsys.readouterr().out and Path("out.html").exists()
-    assert cli.main(f"suggest {run} --count 2 --output next.csv --page".split()) == 0
+    assert "not kept     " in run_cli(f"predict {run} photos --output out.csv --page")
+    assert Path("out.html").exists() and run_cli(f"suggest {run} --count 2 --output next.csv --page")
