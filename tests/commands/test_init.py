@@ -6,8 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fastsuncet import cli
-from fastsuncet.commands import init
+from fastsuncet.commands import init as command
 from fastsuncet.commands.api import init_config
 from fastsuncet.commands.init import rules, survey
 from fastsuncet.commands.init.rules import Machine, Survey, Weights, choose
@@ -65,8 +64,8 @@ def test_init_rules_give_a_sound_config(words, machine, hours, weights, method):
     """The checks are those of `train --dry-run`, with as many processes as the machine has GPUs."""
     s = surveyed(words)
     plan = choose(s, machine, hours, weights)
-    text = init.written(plan, s, hours)
-    config = init.check(text, Path("mine.yaml"), s, machine.count)
+    text = command.written(plan, s, hours)
+    config = command.check(text, Path("mine.yaml"), s, machine.count)
     lines = text.splitlines()
     assert method in plan.method and len(lines) <= 40 and max(map(len, lines)) <= 120
     assert plan.hours <= 1.01 * hours or any("takes longer" in note for note in plan.notes)
@@ -107,8 +106,10 @@ def photos(tmp_path, monkeypatch) -> Path:
     return tmp_path / "photos"
 
 
-def run(*words: str) -> int:
-    return cli.main(["init", *words, "--weights", "none", "--hours", "0.1"])
+@pytest.fixture
+def init(photos, run_cli):
+    """A function that runs `init` on the photos, which must end with `code`, and returns what it prints."""
+    return lambda words, **code: run_cli(f"init photos {words} --weights none --hours 0.1", **code)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +123,12 @@ def run(*words: str) -> int:
         ("labeled shards", "kind: image_folder"),
     ],
 )
-def test_init_writes_a_config_that_passes_a_dry_run(photos, capsys, monkeypatch, layout, expected):
+def test_init_writes_a_config_that_passes_a_dry_run(photos, init, run_cli, monkeypatch, layout, expected):
     """It lies in another folder than the one that the command is started in, and than the images.
 
     A run reads the index that init has kept; it scans no image again.
     """
-    labels = ["--labels", "labels.csv"] if layout == "csv" else []
+    labels = "--labels labels.csv" if layout == "csv" else ""
     if layout in ("classes", "split"):
         for i, path in enumerate(sorted(photos.glob("*.jpg"))):
             part = ("train", "train", "val")[i // 2 % 3] if layout == "split" else "."
@@ -140,14 +141,12 @@ def test_init_writes_a_config_that_passes_a_dry_run(photos, capsys, monkeypatch,
         for path in photos.glob("*.jpg"):
             path.unlink()
         tar_of(photos / "a.tar", *sorted(content))
-    assert run("photos", *labels, "--output", "configs/mine.yaml") == 0
-    said = capsys.readouterr().out
+    said = init(f"{labels} --output configs/mine.yaml")
     assert "next     fastsuncet train configs/mine.yaml" in said and "machine  1 x CPU" in said
     labeled = "predict configs/mine.yaml " + ("FOLDER" if layout == "labeled shards" else "photos")
     then = "suggest configs/mine.yaml" if layout in ("flat", "shards") else labeled
     assert f"then     fastsuncet {then} --output " in said
-    text = Path("configs/mine.yaml").read_text()
-    assert expected in text
+    assert expected in Path("configs/mine.yaml").read_text()
     config = load_config("configs/mine.yaml")
     assert (config.data.split.kind == "none") == (layout in ("flat", "shards"))
     with monkeypatch.context() as patch:
@@ -155,19 +154,18 @@ def test_init_writes_a_config_that_passes_a_dry_run(photos, capsys, monkeypatch,
             patch.setattr(f"pipelines.datasets.{scan}", None)
         images = open_images(config, ALONE, validation=False)
         assert len(images.train) == (8 if layout == "split" else 12) and images.train.upright
-    assert cli.main(["train", "configs/mine.yaml", "--dry-run", "data.backend=torchvision"]) == 0
+    run_cli("train configs/mine.yaml --dry-run data.backend=torchvision")
     if "shards" in layout:  # which can change, and then have another index
         tar_of(photos / "a.tar", *sorted(content)[2:])
-    assert run("photos", *labels, "--output", "configs/again.yaml") == 0
+    init(f"{labels} --output configs/again.yaml")
 
 
-def test_init_names_what_it_leaves_out(photos, capsys):
+def test_init_names_what_it_leaves_out(photos, init):
     (photos / "broken.jpg").write_bytes(b"nothing")
     (photos / "live.heic").write_text("")
     with open("labels.csv", "a") as table:
         table.write("8.jpg,Dog\n9.jpg,\u00e9\n10.jpg,e\u0301\n")
-    assert run("photos", "--labels", "labels.csv") == 0
-    said = capsys.readouterr().out
+    said = init("--labels labels.csv")
     assert "note     10 labeled images are copies: 1.jpg (dog) of 0.jpg (cat), 10.jpg" in said
     assert "1 .heic files below photos are not read" in said
     assert "bad      1 file cannot be read: broken.jpg (not an image in a format that is read" in said
@@ -187,40 +185,39 @@ def test_init_names_what_it_leaves_out(photos, capsys):
         ("--weights resnet_tiny", 2, "no published weights of resnet_tiny"),
     ],
 )
-def test_init_refuses_options_and_writes_nothing(photos, capsys, words, code, said):
+def test_init_refuses_options_and_writes_nothing(photos, run_cli, words, code, said):
     """tests/commands/test_bad_inputs.py has wrong photos and labels."""
     Path("loop").symlink_to("loop")
-    assert cli.main(["init", "photos", "--weights", "none", *words.split()]) == code
-    assert said in capsys.readouterr().err and not Path("mine.yaml").exists()
+    assert said in run_cli(f"init photos --weights none {words}", code=code)
+    assert not Path("mine.yaml").exists()
 
 
-def test_init_refuses_too_few_images_before_it_times_the_machine(photos, monkeypatch, capsys):
+def test_init_refuses_too_few_images_before_it_times_the_machine(photos, init, monkeypatch):
     monkeypatch.setattr(survey, "machine", mock.Mock(side_effect=AssertionError))
     for i in range(10):
         (photos / f"{i}.jpg").write_bytes(b"")
-    assert run("photos") == 2 and "2 usable images are too few" in capsys.readouterr().err
+    assert "2 usable images are too few" in init("", code=2)
 
 
-def test_init_weights(photos, monkeypatch, capsys):
+def test_init_weights(photos, monkeypatch, run_cli):
     """Published weights by default; from scratch, with the reason, where they cannot be had."""
     about = {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2)}
     monkeypatch.setattr(timm_backbone, "published", lambda name: ({}, about))
     photo = write_image(photos / "0.jpg", 300, 200)
     for i in range(1, 12):
         (photos / f"{i}.jpg").write_bytes(photo.read_bytes())
-    assert cli.main(["init", "photos", "--labels", "labels.csv"]) == 0
+    run_cli("init photos --labels labels.csv")
     config = load_config("mine.yaml")
     assert (config.model.name, config.model.init) == ("resnet18", "timm")
-    assert cli.main(["init", "photos", "--weights", "test_resnet", "--output", "b.yaml"]) == 0
+    run_cli("init photos --weights test_resnet --output b.yaml")
     config = load_config("b.yaml")
     assert (config.model.name, config.data.augmentation.std) == ("timm/test_resnet", (0.2, 0.2, 0.2))
     why = "timm's published weights of resnet18 cannot be downloaded"
     offline = ConfigError(f"model.init: {why}: OSError: x\nConnect")
     monkeypatch.setattr(timm_backbone, "published", mock.Mock(side_effect=offline))
-    assert cli.main(["init", "photos", "--output", "c.yaml"]) == 0
-    assert load_config("c.yaml").model.init is None and f"from scratch: {why}\n" in Path("c.yaml").read_text()
     note = f"note     the network starts from scratch, which as a rule costs accuracy: {why}\n"
-    assert note in capsys.readouterr().out
+    assert note in run_cli("init photos --output c.yaml")
+    assert load_config("c.yaml").model.init is None and f"from scratch: {why}\n" in Path("c.yaml").read_text()
 
 
 @pytest.mark.parametrize(
@@ -233,9 +230,7 @@ def test_init_weights(photos, monkeypatch, capsys):
         ("dog/1.jpg,dog", "../runs/mine/held_out.csv"),
     ],
 )
-def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(
-    photos, run_cli, capsys, held_out, kept
-):
+def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(photos, run_cli, held_out, kept):
     folders = held_out.startswith("dog/")
     for path in sorted(photos.iterdir()):
         write_image(photos / ("cat", "dog")[int(path.stem) % 2] / path.name if folders else path, 300, 200)
@@ -247,26 +242,26 @@ def test_init_goes_on_from_a_run_with_its_size_and_the_labels_it_held_out(
         table.write_text(f"file,label\n{held_out}\n")
     Path("b").mkdir()
     # In so short a time no machine makes the updates with larger views.
-    words = ["--weights", "runs/mine", "--hours", "0.000001", *["--labels", "labels.csv"] * (not folders)]
-    assert "resnet_tiny, from runs/mine, " in run_cli("init photos", *words, "--output", "b/again.yaml")
+    command = "init photos --weights runs/mine --hours 0.000001 --output b/again.yaml"
+    command += " --labels labels.csv" * (not folders)
+    assert "resnet_tiny, from runs/mine, " in run_cli(command)
     config, text = load_config("b/again.yaml"), Path("b/again.yaml").read_text()
     assert (f"validation: {kept}" in text) == bool(kept)
     assert (config.data.validation is None) == (kept is None)
     left = 12 - bool(kept)  # what is held out is none of the images to train on
     assert f": {left} images, {left if folders else 8 - bool(kept)} labels, " in text
     assert config.data.augmentation.size == 48 and config.model.init == str(table.parent)
-    assert cli.main(["train", "b/again.yaml", "--dry-run", "data.backend=torchvision"]) == 0
-    assert ("without 1 validation images" in capsys.readouterr().out) == bool(kept)
+    plan = run_cli("train b/again.yaml --dry-run data.backend=torchvision")
+    assert ("without 1 validation images" in plan) == bool(kept)
     if kept == "again-held_out.csv":
-        assert cli.main(["init", "photos", *words, "--output", "b/again.yaml"]) == 2
+        run_cli(command, code=2)
         Path("b/again.yaml").unlink()
-        assert cli.main(["init", "photos", *words, "--output", "b/again.yaml"]) == 2
-        assert "b/again-held_out.csv exists" in capsys.readouterr().err
+        assert "b/again-held_out.csv exists" in run_cli(command, code=2)
         with pytest.raises(ConfigError, match="pass output"):
             init_config("photos", "labels.csv", weights="runs/mine")
 
 
-def test_init_holds_out_labels_that_the_weights_have_not_learned(photos, monkeypatch):
+def test_init_holds_out_labels_that_the_weights_have_not_learned(photos, run_cli, monkeypatch):
     """None of a class that has no other label."""
     monkeypatch.setattr(rules, "HOLD_OUT_FROM", 8)
     save_run(Path("runs/mine").absolute(), "model.name=resnet_tiny", "data.augmentation.size=48")
@@ -274,27 +269,23 @@ def test_init_holds_out_labels_that_the_weights_have_not_learned(photos, monkeyp
     write_images(photos, *(f"{i}.jpg" for i in range(12, 16)))
     with open("labels.csv", "a") as table:
         table.write("".join(f"{i}.jpg,{'bird' if i == 15 else 'dog'}\n" for i in range(8, 16)))
-    assert cli.main(["init", "photos", "--labels", "labels.csv", "--weights", "runs/mine"]) == 0
+    run_cli("init photos --labels labels.csv --weights runs/mine")
     assert load_config("mine.yaml").data.validation == str(Path("mine-held_out.csv").absolute())
     names = [line.split(",")[0] for line in Path("mine-held_out.csv").read_text().splitlines()[1:]]
     assert 3 <= len(names) <= 4 and not {"0.jpg", "1.jpg", "2.jpg", "15.jpg"} & {*names}
 
 
-def test_init_says_to_check_the_images_where_others_are_in_the_kept_index(photos, capsys):
-    words = ["photos", "--labels", "labels.csv", "--output"]
-    assert run(*words, "mine.yaml") == 0
+def test_init_says_to_check_the_images_where_others_are_in_the_kept_index(photos, init, run_cli):
+    init("--labels labels.csv")
     write_images(photos, "new.jpg")
     with open("labels.csv", "a") as table:
         table.write("new.jpg,dog\n")
     (photos / "11.jpg").unlink()
-    assert run(*words, "again.yaml") == 0
-    said = capsys.readouterr().out
-    assert (
-        "next     fastsuncet data check again.yaml  # 2 images came or went since the kept index was made\nthen "
-        in said
-    )
-    assert cli.main(["data", "check", "again.yaml", "data.backend=torchvision"]) == 0
-    assert cli.main(["train", "again.yaml", "--dry-run", "data.backend=torchvision"]) == 0
+    why = "2 images came or went since the kept index was made"
+    said = init("--labels labels.csv --output again.yaml")
+    assert f"next     fastsuncet data check again.yaml  # {why}\nthen " in said
+    run_cli("data check again.yaml data.backend=torchvision")
+    run_cli("train again.yaml --dry-run data.backend=torchvision")
 
 
 def test_machine_times_a_step(monkeypatch):
