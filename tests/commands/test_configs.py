@@ -43,13 +43,13 @@ def test_configs_copy_means_the_same_in_another_folder(name, monkeypatch):
         assert load_config(file) == load_config(name)
 
 
-def test_configs_keeps_a_file_and_suggests_the_nearest_name(run_cli, capsys):
+def test_configs_keeps_a_file_and_suggests_the_nearest_name(run_cli):
     Path("my.yaml").write_text("mine")
-    assert cli.main(["configs", "in1k_simclr", "--copy", "my.yaml"]) == 2
-    assert capsys.readouterr().err == "error: my.yaml: File exists. Name another file: --copy FILE\n"
+    said = run_cli("configs in1k_simclr --copy my.yaml", code=2)
+    assert said == "error: my.yaml: File exists. Name another file: --copy FILE\n"
     assert Path("my.yaml").read_text() == "mine"
-    assert cli.main(["configs", "in1k_simclr", "--copy", "missing/my.yaml"]) == 2
-    assert "error: missing/my.yaml: No such file or directory." in capsys.readouterr().err
+    said = run_cli("configs in1k_simclr --copy missing/my.yaml", code=2)
+    assert "error: missing/my.yaml: No such file or directory." in said
     assert "did you mean in1k_10pct?" in run_cli("configs in1k_10", code=2)
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import fastsuncet
-from fastsuncet import cli
 from fastsuncet.commands import embed as command
 from fastsuncet.commands.embed import embed
 from fastsuncet.errors import CheckpointError, ConfigError
@@ -43,8 +42,8 @@ def begin(run: Path, patch: pytest.MonkeyPatch) -> np.ndarray:
 
 
 def test_embed_writes_the_features_of_the_evaluation(run, run_cli):
-    words = ["embed", str(run), str(IMAGES), "--output", str(OUTPUT), "--batch", "8"]
-    assert cli.main(words) == 0
+    line = f"embed {run} {IMAGES} --output {OUTPUT} --batch 8"
+    run_cli(line)
     index, encoder = image_tree(IMAGES), load_encoder(run)
     config = encoder.trained.with_values({"data.backend": "auto"})  # as the command reads other images
     expected = outputs(encoder.module, index, np.arange(12), config, ALONE, batch=8)
@@ -53,8 +52,7 @@ def test_embed_writes_the_features_of_the_evaluation(run, run_cli):
     assert list(found["files"]) == [index.name(i) for i in range(12)]
     assert json.loads(str(found["about"]))["encoder"]["step"] == 7
     assert not list(Path().glob(".features*"))
-    assert "features.npz exists" in run_cli(*words, code=2)
-    assert cli.main([*words, "--force"]) == 0
+    assert "features.npz exists" in run_cli(line, code=2) and run_cli(line, "--force")
 
 
 def test_embed_skips_bad_images(run, capsys, monkeypatch):
@@ -74,19 +72,21 @@ def test_embed_skips_bad_images(run, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "harm", "computed"),
+    ("harm", "name", "computed"),
     [
-        *(("rows", "flipped", [0, 8]), ("rows", "empty", [0, 4, 8]), ("rows", "missing", [0, 4, 8])),
-        *(("done", harm, [0, 4, 8]) for harm in ("flipped", "empty", "missing")),
-        (None, None, [8]),
+        *(
+            (None, "", [8]),
+            ("flipped", "rows", [0, 8]),
+            ("empty", "rows", [0, 4, 8]),
+            ("missing", "rows", [0, 4, 8]),
+        ),
+        *((harm, "done", [0, 4, 8]) for harm in ("flipped", "empty", "missing")),
     ],
 )
-def test_embed_continues_after_an_interruption_to_the_same_bits(
-    run, capsys, monkeypatch, name, harm, computed
-):
+def test_embed_continues_to_the_same_bits(run, capsys, monkeypatch, harm, name, computed):
     """It computes what was damaged again, and no more."""
     whole, calls = begin(run, monkeypatch), []
-    if name is not None:
+    if harm:
         (path,) = Path(".features.npz.part").glob(f"*/{name}")
         HARMS[harm](path)
     monkeypatch.setattr(command, "outputs", lambda *a, **b: calls.append(a[2][0]) or outputs(*a, **b))
@@ -113,9 +113,7 @@ def test_embed_on_a_full_disk_keeps_what_is_done(run, capsys, monkeypatch):
 
 def test_embed_never_replaces_a_file_that_appears_while_it_runs(run, monkeypatch):
     save = command._save
-    monkeypatch.setattr(
-        command, "_save", lambda *given, **more: save(*given, **more) or OUTPUT.write_text("mine")
-    )
+    monkeypatch.setattr(command, "_save", lambda *a, **b: save(*a, **b) or OUTPUT.write_text("mine"))
     with pytest.raises(ConfigError, match=r"features\.npz exists"):
         embed(run, IMAGES, OUTPUT)
     assert OUTPUT.read_text() == "mine"

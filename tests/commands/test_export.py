@@ -122,10 +122,10 @@ def test_export_has_the_results_of_its_weights_in_a_renamed_run_and_of_a_fine_tu
 
 @pytest.mark.slow
 def test_export_never_replaces_an_output_unasked(tiny, tmp_path, run_cli):
-    words = ["export", str(tiny), "--to", "timm", "--output", str(tmp_path / "mine.pth")]
-    (tmp_path / "mine.pth").write_text("mine")
-    assert (tmp_path / "mine.pth").read_text() == "mine" and "add --force" in run_cli(*words, code=2)
-    (tmp_path / "mine.json").write_text("mine")
+    command = f"export {tiny} --to timm --output mine.pth"
+    Path("mine.pth").write_text("mine")
+    assert "add --force" in run_cli(command, code=2) and Path("mine.pth").read_text() == "mine"
+    Path("mine.json").write_text("mine")
     for name, to, message in (
         ("mine.pt", "timm", r"mine\.json exists"),
         ("mine.onnx", "onnx", r"mine\.json exists"),
@@ -134,15 +134,15 @@ def test_export_never_replaces_an_output_unasked(tiny, tmp_path, run_cli):
         ("new.pth", "onnx", r"must end in \.onnx"),
     ):
         with pytest.raises(ConfigError, match=message):
-            export(tiny, to, output=tmp_path / name)
-    assert (tmp_path / "mine.json").read_text() == "mine"
+            export(tiny, to, output=Path(name))
+    assert Path("mine.json").read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"mine.pth", "mine.json"}
-    (tmp_path / "folder.pth").mkdir()
+    Path("folder.pth").mkdir()
     for name, to in (("run", "safetensors"), (".", "safetensors"), ("folder.pth", "timm")):
         with pytest.raises(ConfigError, match="is a folder, and not an export"):
-            export(tiny, to, output=tmp_path / name, force=True)
+            export(tiny, to, output=Path(name), force=True)
     assert (tiny / "checkpoints").is_dir()
-    assert "mine.pth (replaced): timm/test_resnet, step 7" in run_cli(*words, "--force")
+    assert "mine.pth (replaced): timm/test_resnet, step 7" in run_cli(command, "--force")
 
 
 @pytest.mark.slow
@@ -167,20 +167,11 @@ def test_export_of_two_processes_at_once_leaves_one_whole(tiny, to):
 @pytest.mark.slow
 def test_export_tells_how_an_encoder_was_made(tmp_path, capsys):
     """Nobody knows it of one that was fine-tuned from another program's weights."""
+    tuned, of_weights = {"classes": 4}, {"classes": 4, "encoder": {"source": "w.pth"}}
     for name, options, title, made in (
         ("one", {}, "SimCLR + SuNCEt", "pre-trained with SimCLR + SuNCEt for 7 updates on"),
-        (
-            "two",
-            {"classes": 4},
-            "SimCLR",
-            "pre-trained with SimCLR for 5 updates and fine-tuned for 7 updates on",
-        ),
-        (
-            "three",
-            {"classes": 4, "encoder": {"source": "w.pth"}},
-            "fine-tuned",
-            ", fine-tuned for 7 updates on",
-        ),
+        ("two", tuned, "SimCLR", "pre-trained with SimCLR for 5 updates and fine-tuned for 7 updates on"),
+        ("three", of_weights, "fine-tuned", ", fine-tuned for 7 updates on"),
     ):
         save_run(tmp_path / name, "model.name=timm/test_resnet", **options)
         card = (export(tmp_path / name, "safetensors") / "README.md").read_text()
@@ -283,24 +274,25 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_train_exports_at_its_end_once_and_never_loses_the_run(tmp_path):
     config = small_config(tmp_path, "optimization.steps=2", "optimization.warmup=0")
-    (config.run_folder / "export").parent.mkdir(parents=True)
-    (config.run_folder / "export").write_text("in the way")
+    run = config.run_folder
+    run.mkdir()
+    (run / "export").write_text("in the way")
     said = "the run is complete and saved, but its encoder could not be exported"
     with pytest.raises(CheckpointError, match=said):
         train(config, stop_at=config.optimization.steps - 1)  # a signal in the last update
-    status = json.loads((config.run_folder / "status.json").read_text())
+    status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("failed", 2, 5)
     assert status["message"].startswith(said)
-    (config.run_folder / "export").unlink()
+    (run / "export").unlink()
     assert train(config) == {}  # the same command only exports
-    status = json.loads((config.run_folder / "status.json").read_text())
+    status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["step"], status["exit_code"]) == ("done", 2, 0)
-    path = config.run_folder / "export" / "torchvision.pth"
+    path = run / "export" / "torchvision.pth"
     encoder, stamp = load_encoder(path), path.stat().st_mtime_ns
-    assert torch.equal(encoder.module.conv1.weight, load_encoder(config.run_folder).module.conv1.weight)
+    assert torch.equal(encoder.module.conv1.weight, load_encoder(run).module.conv1.weight)
     train(config)
     assert path.stat().st_mtime_ns == stamp
-    assert load_config(config.run_folder / "config.yaml").run_folder == config.run_folder
+    assert load_config(run / "config.yaml").run_folder == run
 
 
 @pytest.mark.slow

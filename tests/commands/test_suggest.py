@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import fastsuncet
-from fastsuncet import cli
 from fastsuncet.commands.pages import labeling_page, thumbnail
 from fastsuncet.commands.suggest import suggestions
 from fastsuncet.evaluation.encoder import load_encoder
@@ -42,7 +41,6 @@ def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path, browser):
     guesses = [{"dog": 0.61, "cat": 0.394}, {"cat": 1.0, "dog": 0.0}, {"dog": 0.5, "cat": 0.5}]
     pictures = [thumbnail(tmp_path / f"{i}.png", 160) for i in range(3)]
     (tmp_path / "next.html").write_text(labeling_page(names, pictures, ["cat", "dog"], guesses))
-
     browser.window(800)
 
     def shown() -> list[str]:
@@ -80,16 +78,15 @@ def test_page_takes_classes_by_key_and_click_and_saves_them(tmp_path, browser):
 
 
 @pytest.mark.slow
-def test_suggest_writes_unlabeled_images_and_a_page(run, picture, run_cli, capsys):
+def test_suggest_writes_unlabeled_images_and_a_page(run, picture, run_cli):
     for i in range(8):
         quote = '"' * (i % 2)
-        picture(run.parent / "mine" / f" new{quote}<{i}>.png", "red", 20 + i)
-    words = ["suggest", str(run), "--count", "5", "--output", "new/next.csv"]
-    assert cli.main([*words, "--page"]) == 0
+        picture(Path(f"mine/ new{quote}<{i}>.png"), "red", 20 + i)
+    command = f"suggest {run} --count 5 --output new/next.csv --page"
+    assert "5 of 8 images without a label" in run_cli(command)
     with open("new/next.csv", newline="") as stream:
         rows = list(csv.DictReader(stream, skipinitialspace=True))  # as a labels.csv is read
     assert len(rows) == 5 and all(row["file"].startswith(" new") and row["label"] == "" for row in rows)
-    assert "5 of 8 images without a label" in capsys.readouterr().out
     page = Path("new/next.html").read_text()
     assert page.count("data:image/jpeg") == 5 and "<0>" not in page and "https:" not in page
     guesses = json.loads(page.split('id="data">')[1].split("</script>")[0])["guesses"]
@@ -97,24 +94,20 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, run_cli, capsy
     assert fastsuncet.suggest(run, 5) == [row["file"] for row in rows]
     held_out = load_encoder(run).trained.with_values({"data.validation": 0.34})
     assert suggestions(held_out, 5).labeled == 18, "six of them are held out"
-    picture(run.parent / "mine" / "later.png", "red", 40)
-    assert run_cli(*words, "--page", "--force").count("has 1 new image, left out") == 1
+    picture(Path("mine/later.png"), "red", 40)
+    assert run_cli(command, "--force").count("has 1 new image, left out") == 1
 
 
 @pytest.mark.slow
 def test_suggest_names_and_shows_images_that_have_no_file(tmp_path):
-    few = (
-        "data.synthetic.images=20",
-        "data.split.kind=bernoulli",
-        "data.split.file=null",
-        "data.split.sha256=null",
-    )
-    save_run(tmp_path / "run", "model.name=resnet_tiny", *TINY, *few)
-    found = suggestions(tmp_path / "run", 2, page=True)
+    run, few = tmp_path / "run", "data.synthetic.images=20"
+    split = ("data.split.kind=bernoulli", "data.split.file=null", "data.split.sha256=null")
+    save_run(run, "model.name=resnet_tiny", *TINY, few, *split)
+    found = suggestions(run, 2, page=True)
     assert len(set(found.names)) == 2 and found.page.count("data:image/jpeg") == 2
-    assert fastsuncet.suggest(tmp_path / "run", 2) == found.names
+    assert fastsuncet.suggest(run, 2) == found.names
     with pytest.raises(DataError, match="images of synthetic that can be read have no label"):
-        suggestions(tmp_path / "run", 20)
+        suggestions(run, 20)
 
 
 @pytest.mark.slow
