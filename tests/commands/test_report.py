@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from fastsuncet import versions
-from fastsuncet.cli import main
 from fastsuncet.commands import report as reports
 from fastsuncet.commands.report import figures, methods_tables, report
 from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
@@ -102,8 +101,8 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(seeds, m
         assert pixels.std() > 10, f"{picture} is blank"
         assert f"({picture}.png)" in Path("one", "report.md").read_text()
     svg = Path("one", "finetune-10-labels-top1.svg").read_text()
-    labels = ["top-1 accuracy, %", "200k", "compute, exaFLOPs", "20"]
-    for label in (*labels, "SimCLR + SuNCEt (paper)", "SimCLR, mean of 2 seeds"):
+    methods = ("SimCLR + SuNCEt (paper)", "SimCLR, mean of 2 seeds")
+    for label in ("top-1 accuracy, %", "200k", "compute, exaFLOPs", "20", *methods):
         assert f">{label}</text>" in svg, label
     # The paper's points stand only next to results of their kind and share of labels.
     assert "(paper)" not in Path("one", "finetune-all-labels-top1.svg").read_text()
@@ -199,13 +198,10 @@ def test_read_runs_averages_the_seeds_of_a_draw_and_no_other_labels():
     ):
         labels = {"kind": kind, "fraction": share, "count": count} | ({"names": names} if names else {})
         # Each seed holds out other images.
-        held_out = (
-            {"validation": f"{count}", "asked": {"data.validation": 0.2}} if kind == "bernoulli" else {}
-        )
-        result(run, 10, top1, labels=labels, **held_out)
-    found = {
-        ", ".join(curve.measurement[1:]): curve.points[0].metrics["top1"] for curve in read_runs([run])[0]
-    }
+        more = {"validation": f"{count}", "asked": {"data.validation": 0.2}} if kind == "bernoulli" else {}
+        result(run, 10, top1, labels=labels, **more)
+    curves = read_runs([run])[0]
+    found = {", ".join(curve.measurement[1:]): curve.points[0].metrics["top1"] for curve in curves}
     assert found == {
         **{"10 % labels, split=bernoulli": 0.5, "10 % labels, names=bb, split=names": 0.5},
         **{"10 % labels, names=cc, split=names": 0.7, "8 labels, ": 0.1, "9 labels, ": 0.2},
@@ -255,7 +251,7 @@ def test_report_says_where_seeds_are_not_those_of_the_baseline(seeds, monkeypatc
         assert text.count(said.split(": ")[1]) == 1 and f"\n{said}\n" in text
 
 
-def test_report_refuses_with_a_message_and_writes_nothing(runs, run_cli, capsys):
+def test_report_refuses_with_a_message_and_writes_nothing(runs, run_cli):
     for words, code, said in (
         ([RUNS[0], "--metric", "map11"], 2, "measured by --metric map11; there is knn, rankme, top1"),
         (["nowhere"], 3, "nowhere does not exist"),
@@ -265,8 +261,7 @@ def test_report_refuses_with_a_message_and_writes_nothing(runs, run_cli, capsys)
         ([], 2, "which runs?"),
         (["--paper", "fig99"], 2, "there is imagenet-10pct, imagenet-1pct"),
     ):
-        assert main(["report", *map(str, words)]) == code
-        assert said in capsys.readouterr().err
+        assert said in run_cli("report", *words, code=code)
     assert not Path("report").exists()
     (RUNS[0] / "results" / "broken.json").write_text("{")
     assert "broken.json" in run_cli("report", RUNS[0], code=5)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fastsuncet.cli import main
 from fastsuncet.commands.report import figures, page
 from tests.support.reports import LABELS, make_run, result, write_lines
 from tests.support.runs import Killed, kill
@@ -141,28 +140,20 @@ def test_page_takes_anything_for_numbers(run):
         assert EVIL not in page.write_page(run).read_text()
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [lambda path: path.symlink_to(path.parent.parent / "secret.png"), lambda path: path.write_text("secret")],
-)
-def test_page_takes_no_picture_behind_a_link(run, plain, tmp_path, spoil):
-    (run / "views.png").rename(tmp_path / "secret.png")
-    spoil(run / "views.png")
-    text = page.write_page(run).read_text()
-    assert "views.png is not shown: it is a link, or no PNG" in text
-    assert "data:image/png" not in text
+def test_page_takes_no_picture_behind_a_link(run, plain, tmp_path):
+    picture = (run / "views.png").rename(tmp_path / "secret.png")
+    for spoil in (lambda path: path.write_text("secret"), lambda path: path.symlink_to(picture)):
+        (run / "views.png").unlink(missing_ok=True)
+        spoil(run / "views.png")
+        text = page.write_page(run).read_text()
+        assert "views.png is not shown: it is a link, or no PNG" in text and "data:image/png" not in text
 
 
 def test_page_of_a_run_that_has_not_begun_and_without_matplotlib(tmp_path, monkeypatch):
     run = make_run(tmp_path, "a").rename(tmp_path / os.fsdecode(b"run\xff"))
     text = page.write_page(run).read_text()
-    assert (
-        "<h1>run?</h1>" in text
-        and "not started" in text
-        and "No metrics yet." in text
-        and "No checkpoint yet." in text
-    )
-    assert 'http-equiv="refresh"' not in text
+    assert "<h1>run?</h1>" in text and "not started" in text and 'http-equiv="refresh"' not in text
+    assert "No metrics yet." in text and "No checkpoint yet." in text
     write_lines(run, {"step": 20, "kind": "train", **TRAIN}, {"step": 20, "kind": "knn", "knn_accuracy": 0.5})
     monkeypatch.setattr(page, "drawing_problem", lambda: "matplotlib is <missing>")
     text = page.write_page(run).read_text()
@@ -199,7 +190,6 @@ def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, plai
         (["--page", "RUN"], 0, ""),
     ],
 )
-def test_page_command(run, plain, words, code, said, capsys):
-    assert main(["report", *(str(run) if word == "RUN" else word for word in words)]) == code
-    output = capsys.readouterr()
-    assert said in output.err and (code or output.out.endswith(f"wrote {run / page.NAME}\n"))
+def test_page_command(run, plain, words, code, said, run_cli):
+    printed = run_cli("report", *(run if word == "RUN" else word for word in words), code=code)
+    assert said in printed and (code or printed.endswith(f"wrote {run / page.NAME}\n"))
