@@ -60,20 +60,14 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
     """
     pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), np.uint8)
     labels = [("cat", "dog", float("nan"))[i % 3] for i in range(12)]
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    files = [folder / f"{i:02}.png" for i in range(12)]
+    files = [tmp_path / "photos" / f"{i:02}.png" for i in range(12)]
+    files[0].parent.mkdir()
     for file, image in zip(files, pixels):
         PIL.Image.fromarray(image).save(file)
-    weights = []
+    weights, spaced = [], [f" {label} " if label == "cat" else label for label in labels]
     for name, images, given, other in (
         ("array", pixels, labels, pixels[::-1]),
-        (
-            "files",
-            files,
-            [f" {label} " if label == "cat" else label for label in labels],
-            [*files[:10], *files[:-3:-1]],
-        ),
+        ("files", files, spaced, [*files[:10], *files[:-3:-1]]),
         ("mapping", dict(zip(map(str, files), labels)), None, dict(zip(files, labels[::-1]))),
     ):
         config = small_config(tmp_path / name, *FEW)
@@ -98,10 +92,13 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
     assert fastsuncet.embed(encoder, pixels)[0] == [str(i) for i in range(12)]
     with torch.autocast("cpu", torch.bfloat16):  # of the caller's own training
         assert np.array_equal(rows, fastsuncet.embed(encoder, pixels)[1])
-    assert np.array_equal(rows, fastsuncet.embed(encoder, folder)[1])
+    assert np.array_equal(rows, fastsuncet.embed(encoder, tmp_path / "photos")[1])
     again, found = fastsuncet.embed(run, iter(files))
     assert again == names and np.array_equal(rows, found)
-    found = [fastsuncet.predict(run, images) for images in (folder, files, dict.fromkeys(files), pixels)]
+    found = [
+        fastsuncet.predict(run, images)
+        for images in (tmp_path / "photos", files, dict.fromkeys(files), pixels)
+    ]
     assert (run / "learned.csv").read_text().count("\n") == 1 + 8 and len(found[0]) == 12
     assert all([each[1:] for each in other] == [each[1:] for each in found[0]] for other in found)
     assert [each.file for each in found[1]] == names and found[3][11].file == "11"

@@ -333,3 +333,25 @@ def test_command_on_several_gpus_ends_with_the_code_of_its_ranks(tmp_path, monke
     ((arguments, path),) = started
     assert arguments == words and Path(path).match(status)
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("fin", ["finetune"]),
+        ("evaluate k", ["knn"]),
+        ("train in1k_10", ["in1k_10pct", "in1k_10pct_authors", "in1k_10pct_paws", "in1k_10pct_paws_small"]),
+        ("train --dry", ["--dry-run", "--dry-run=step"]),
+        ("train run.yaml optimization.trust", ["optimization.trust_coefficient="]),
+        ("export run --to t", ["torchvision", "timm"]),
+        ("predict digits_d", ["digits_demo"]),
+        ("data p", ["pack"]),
+        ("config optimization.trust", ["optimization.trust_coefficient"]),
+    ],
+)
+def test_completion_of_a_line(line, words, run_cli):
+    call = f"COMP_WORDS=(fastsuncet {line}); COMP_CWORD={len(line.split())}; _fastsuncet"
+    script = f'{run_cli("completion bash")}\n{call}\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == words and done.stderr == ""

@@ -156,9 +156,7 @@ def test_evaluate_of_other_labels_images_or_pixels_has_another_file(folder, run_
         ("--encoder=FOLDER/tiny.pth logging.wandb=project", 2, "`pip install wandb`"),
     ],
 )
-def test_evaluate_refuses_wrong_input_and_writes_nothing(
-    folder, capsys, tmp_path, monkeypatch, words, code, said
-):
+def test_evaluate_refuses_and_writes_nothing(folder, capsys, tmp_path, monkeypatch, words, code, said):
     """Further faults are in tests/evaluation (encoder, scoring) and tests/pipelines/datasets (images, labels)."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     words, said = (x.replace("FOLDER", str(folder)).replace("DATA", str(tmp_path)) for x in (words, said))

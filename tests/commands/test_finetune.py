@@ -90,9 +90,8 @@ def test_finetune_result_is_the_accuracy_of_the_saved_network(whole, capsys):
     assert record["setting"]["lr"] == 0.05 * 64 / 256 and record["setting"]["batchnorm_images"] == 64
     assert record["finetuned"]["ledger"]["updates"] == 3 * (160 // 64)
     path, *overrides = config_of(whole)
-    assert job_state(Job("finetune", (), (), (), load_config(path, overrides))).done, (
-        "a sweep would do it again"
-    )
+    found = Job("finetune", (), (), (), load_config(path, overrides))
+    assert job_state(found).done, "a sweep would do it again"
     for trained in (folder(whole), whole / "digits_demo"):
         assert load_encoder(trained).classes == tuple("0123456789")
     assert run(whole, "--encoder", str(folder(whole)), command=("evaluate", "accuracy")) == 0
