@@ -336,9 +336,9 @@ def test_command_on_several_gpus_ends_with_the_code_of_its_ranks(tmp_path, monke
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
+def test_completion_of_a_line(run_cli):
+    completion = run_cli("completion bash")
+    for line, words in (
         ("fin", ["finetune"]),
         ("evaluate k", ["knn"]),
         ("train in1k_10", ["in1k_10pct", "in1k_10pct_authors", "in1k_10pct_paws", "in1k_10pct_paws_small"]),
@@ -348,10 +348,8 @@ def test_command_on_several_gpus_ends_with_the_code_of_its_ranks(tmp_path, monke
         ("predict digits_d", ["digits_demo"]),
         ("data p", ["pack"]),
         ("config optimization.trust", ["optimization.trust_coefficient"]),
-    ],
-)
-def test_completion_of_a_line(line, words, run_cli):
-    call = f"COMP_WORDS=(fastsuncet {line}); COMP_CWORD={len(line.split())}; _fastsuncet"
-    script = f'{run_cli("completion bash")}\n{call}\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == words and done.stderr == ""
+    ):
+        call = f"COMP_WORDS=(fastsuncet {line}); COMP_CWORD={len(line.split())}; _fastsuncet"
+        script = f'{completion}\n{call}\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == words and done.stderr == ""

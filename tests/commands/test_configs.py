@@ -86,18 +86,15 @@ def test_config_of_a_key_and_of_a_section(run_cli):
     assert {line.split()[0] for line in describe("")} == set(CONFIG.sections[""])
 
 
-@pytest.mark.parametrize(
-    ("key", "near"),
-    [
+def test_config_unknown_key_suggests_the_nearest(run_cli):
+    for key, near in (
         ("temperature", "no such key here; temperature is criterion.temperature or npi.temperature"),
         ("criterion.temprature", "no such key; did you mean criterion.temperature?"),
         ("optimisation", "no such section; did you mean optimization?"),
         ("optimisation.lr", "no such key here; lr is optimization.lr or finetune.lr"),
         ("root_path", "no such key; what facebookresearch/suncet calls root_path is data.root"),
-    ],
-)
-def test_config_unknown_key_suggests_the_nearest(key, near, run_cli):
-    assert run_cli(f"config {key}", code=2) == f"error: {key}: there is {near}\n"
+    ):
+        assert run_cli(f"config {key}", code=2) == f"error: {key}: there is {near}\n"
 
 
 def test_config_json_schema_has_every_key_and_requires_none(run_cli):

@@ -147,23 +147,20 @@ def test_evaluate_of_other_labels_images_or_pixels_has_another_file(folder, run_
     assert all(each["metrics"].keys() == {"top1", "top1_weighted"} for each in found)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        ("--step=7 --every-checkpoint", 2, "not allowed with argument"),
-        ("data.validation=null", 2, "measured on validation images: set their folder"),
-        ("--encoder=FOLDER/tiny.pth data.validation=nowhere", 3, "no data folder DATA/nowhere"),
-        ("--encoder=FOLDER/tiny.pth logging.wandb=project", 2, "`pip install wandb`"),
-    ],
-)
-def test_evaluate_refuses_and_writes_nothing(folder, capsys, tmp_path, monkeypatch, words, code, said):
+def test_evaluate_refuses_and_writes_nothing(folder, capsys, tmp_path, monkeypatch):
     """Further faults are in tests/evaluation (encoder, scoring) and tests/pipelines/datasets (images, labels)."""
     monkeypatch.setitem(sys.modules, "wandb", None)
-    words, said = (x.replace("FOLDER", str(folder)).replace("DATA", str(tmp_path)) for x in (words, said))
-    given = cli.main(f"evaluate npi {colors_config(tmp_path)} {words}".split())
-    out, err = capsys.readouterr()
-    assert (given, out) == (code, "") and said in " ".join(err.split())
-    assert not (tmp_path / "runs" / "colors").exists()
+    config = colors_config(tmp_path)
+    for words, code, said in (
+        ("--step=7 --every-checkpoint", 2, "not allowed with argument"),
+        ("data.validation=null", 2, "measured on validation images: set their folder"),
+        (f"--encoder={folder}/tiny.pth data.validation=nowhere", 3, f"no data folder {tmp_path}/nowhere"),
+        (f"--encoder={folder}/tiny.pth logging.wandb=project", 2, "`pip install wandb`"),
+    ):
+        ended = cli.main(f"evaluate npi {config} {words}".split())
+        out, err = capsys.readouterr()
+        assert (ended, out) == (code, "") and said in " ".join(err.split())
+        assert not (tmp_path / "runs" / "colors").exists()
 
 
 def test_evaluate_reports_a_fit_that_did_not_converge(folder, evaluate):

@@ -206,34 +206,31 @@ def test_export_keeps_files_that_no_export_wrote(tiny):
     assert file.read_text() == "other weights"
 
 
-OTHER = {"model": {"name": "timm/resnet26"}}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda record: "[" * 100_000, "is no record"),
-        (lambda record: record | {"encoder": [1]}, "is no record"),
-        (lambda record: record | {"classes": 3}, "is no record"),
-        (lambda record: record | {"classes": [3]}, "is no record"),
-        (lambda record: record | {"sha256": 1}, "was changed after it was exported"),
-        (lambda record: record | {"config": 3}, "is no record"),
-        (lambda record: record | {"config": record["config"] | OTHER}, "does not fit the network"),
-    ],
-)
-def test_load_encoder_refuses_a_record_that_no_export_wrote(tiny, monkeypatch, change, said):
+def test_load_encoder_refuses_a_record_that_no_export_wrote(tiny, monkeypatch):
     """Without memory for a network that a record only claims."""
     path, build = export(tiny, "timm"), encoders.build_model
-    record = change(json.loads(path.with_suffix(".json").read_text()))
-    path.with_suffix(".json").write_text(record if isinstance(record, str) else json.dumps(record))
+    record = path.with_suffix(".json")
+    sound = json.loads(record.read_text())
 
     def without_memory(*words, device="cpu", **options):
         assert device == "meta"
         return build(*words, device=device, **options)
 
     monkeypatch.setattr(encoders, "build_model", without_memory)
-    with pytest.raises(CheckpointError, match=said):
+    for change, said in (
+        ({"encoder": [1]}, "is no record"),
+        ({"classes": 3}, "is no record"),
+        ({"classes": [3]}, "is no record"),
+        ({"config": 3}, "is no record"),
+        ({"sha256": 1}, "was changed after it was exported"),
+        ({"config": sound["config"] | {"model": {"name": "timm/resnet26"}}}, "does not fit the network"),
+    ):
+        record.write_text(json.dumps(sound | change))
+        with pytest.raises(CheckpointError, match=said):
+            load_encoder(path)
+    record.write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="is no record"):
         load_encoder(path)
 
 

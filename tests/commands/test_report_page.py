@@ -180,16 +180,13 @@ def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, plai
     assert not list(run.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
+def test_page_command(run, plain, run_cli):
+    for words, code, said in (
         (["--page"], 2, "which run? For example"),
         (["--page", "RUN", "--lengths"], 2, "--lengths belongs to a comparison of runs"),
         (["--watch", "RUN", "--output", "x"], 2, "--output belongs to a comparison of runs"),
         (["--page", "gone"], 3, "gone does not exist. `fastsuncet train` makes one"),
         (["--page", "RUN"], 0, ""),
-    ],
-)
-def test_page_command(run, plain, words, code, said, run_cli):
-    printed = run_cli("report", *(run if word == "RUN" else word for word in words), code=code)
-    assert said in printed and (code or printed.endswith(f"wrote {run / page.NAME}\n"))
+    ):
+        printed = run_cli("report", *(run if word == "RUN" else word for word in words), code=code)
+        assert said in printed and (code or printed.endswith(f"wrote {run / page.NAME}\n"))

@@ -205,28 +205,25 @@ def test_sweep_starts_no_ranks_of_a_rank(script, monkeypatch):
 STARTED, DONE = '{"state": "running", "step": 1}', '{"state": "done", "step": 2}'
 
 
-@pytest.mark.parametrize(
-    ("status", "config", "locked", "text"),
-    [
-        (STARTED, b"", True, "running at step 1"),
+def test_job_state_of_a_run():
+    """A run that is running holds a lock; one that was killed does not. Its config has the precision it has chosen."""
+    # A date is text.
+    job = expanded(TWO, "meta.precision=auto", "data.validation=2026-11-21")[0].jobs[0]
+    folder, chosen = job.config.run_folder, job.config.with_values({"meta.precision": "fp32"})
+    folder.mkdir(parents=True)
+    for status, config, locked, text in (
         (STARTED, b"", False, "stopped at step 1"),
         ('{"step": 1}', b"", False, "stopped at step 1"),
         ('{"state": "running", ', b"", False, "to do"),
         (DONE, b"", False, "done"),
         (DONE, b"meta: {seed: 7}", False, "other settings"),  # training it refuses, with their names
         (DONE, b"\xff", False, "other settings"),
-    ],
-)
-def test_job_state_of_a_run(status, config, locked, text):
-    """A run that is running holds a lock; one that was killed does not. Its config has the precision it has chosen."""
-    # A date is text.
-    job = expanded(TWO, "meta.precision=auto", "data.validation=2026-11-21")[0].jobs[0]
-    folder, chosen = job.config.run_folder, job.config.with_values({"meta.precision": "fp32"})
-    folder.mkdir(parents=True)
-    (folder / "status.json").write_text(status)
-    (folder / "config.yaml").write_bytes(config or chosen.to_yaml().encode())
-    with atomic_files.exclusive(folder / ".running") if locked else contextlib.nullcontext():
-        assert job_state(job) == JobState(text == "done", text)
+        (STARTED, b"", True, "running at step 1"),
+    ):
+        (folder / "status.json").write_text(status)
+        (folder / "config.yaml").write_bytes(config or chosen.to_yaml().encode())
+        with atomic_files.exclusive(folder / ".running") if locked else contextlib.nullcontext():
+            assert job_state(job) == JobState(text == "done", text)
 
 
 # ----------------------------------------------------------------------------------------- commands as processes

@@ -39,9 +39,8 @@ def test_sweep_reports_all_configs_at_once():
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_sweep_names_of_runs():
+    for text, expected in (
         ("vary: {meta.seed: [0, 1], data.split.fraction: [0.1], data.split.seed: [7]}\n",
          "two-meta.seed0-fraction0.1-data.split.seed7 two-meta.seed1-fraction0.1-data.split.seed7"),
         ("runs: {a: {}, b: {criterion.temperature: 0.5}}\nvary: {meta.seed: [0, 1]}\n",
@@ -49,10 +48,8 @@ def test_sweep_reports_all_configs_at_once():
         ('name: "{run}.{data.augmentation.crop_scale}"\nruns: {a: {}, b: {criterion.temperature: 0.5}}\n'
          "vary: {data.augmentation.crop_scale: [[0.2, 1.0], [0.4, 1.0]]}\n",
          "a.0.2_1.0 a.0.4_1.0 b.0.2_1.0 b.0.4_1.0"),
-    ],
-)  # fmt: skip
-def test_sweep_names_of_runs(text, expected):
-    assert [run.name for run in expanded(f"{DIGITS}{text}commands: [train]\n")] == expected.split()
+    ):  # fmt: skip
+        assert [run.name for run in expanded(f"{DIGITS}{text}commands: [train]\n")] == expected.split()
 
 
 def test_sweep_base_of_a_run_and_settings_of_a_command():
