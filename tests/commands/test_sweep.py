@@ -136,7 +136,7 @@ def test_sweep_runs_commands_in_order_and_only_once_unless_the_run_went_on(scrip
     ],
 )  # fmt: skip
 def test_job_is_done_when_its_result_exists(command, changes, done):
-    text = TWO.replace("[train, evaluate knn]", "{" + command.replace(": {", ": {", 1) + "}")
+    text = TWO.replace("[train, evaluate knn]", f"{{{command}}}")
     job = expanded(text.replace("0.5]", "]"))[0].jobs[0]
     folder = job.config.run_folder
     write_status(folder, 2)

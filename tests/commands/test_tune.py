@@ -3,8 +3,8 @@
 import contextlib
 import io
 import json
-import math
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +13,6 @@ from fastsuncet import cli
 from fastsuncet.commands import tune
 from fastsuncet.commands.tune import candidates
 from fastsuncet.config import load_config
-from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.tuning.verdicts import Verdict
 from pipelines import backend
 from tests.support.ranks import run_ranks
@@ -45,46 +44,46 @@ def test_tune_the_demo_on_two_ranks_and_train_what_it_wrote(tmp_path):
     assert config.data.prefetch == 3 and config.optimization == load_config("digits_demo").optimization
 
 
-def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(tmp_path, monkeypatch, capsys):
+def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(monkeypatch, run_cli):
     """The process that started several ranks reads the exit code. Trials of kernels are part of the minutes."""
-    clock, status = [0.0], tmp_path / ".preempted-fast.json"
-    words = ["tune", "digits_demo", *WRITTEN, "--minutes", "1", "--output", str(tmp_path / "fast.yaml")]
+    clock, status = [0.0], Path(".preempted-fast.json")
+    command = f"tune digits_demo {' '.join(WRITTEN)} --minutes 1 --output fast.yaml"
     monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
     monkeypatch.setattr(tune.processes, "compare", lambda *_: pytest.fail("a contender is tried"))
     monkeypatch.setattr(tune.fast_paths, "choose", lambda *_: signal.raise_signal(signal.SIGTERM) or {})
-    assert cli.main(words) == json.loads(status.read_text())["exit_code"] == 75
+    assert run_cli(command, code=75) and json.loads(status.read_text())["exit_code"] == 75
     monkeypatch.setattr(tune.fast_paths, "choose", lambda *_: clock.append(61.0) or {})
-    assert cli.main(words) == 0 and not status.exists()
-    assert "not tried: no time left" in capsys.readouterr().out
+    assert "not tried: no time left" in run_cli(command) and not status.exists()
 
 
-def test_tune_tries_each_contender_on_those_that_won(tmp_path, monkeypatch):
+def test_tune_tries_each_contender_on_those_that_won(run_cli, monkeypatch):
     rungs = [("a", {"data.prefetch": 3}), ("b", {"meta.threads": 2}), ("c", {"meta.threads": 1})]
     faster, equal = Verdict(base=[2.0], contender=[1.0]), Verdict(base=[1.0], contender=[1.0])
     asked, found = [], iter([faster, Verdict("other bits"), equal])
     monkeypatch.setattr(tune, "candidates", lambda *_: rungs)
     monkeypatch.setattr(tune.processes, "compare", lambda _, *sides: asked.append(sides[:2]) or next(found))
-    assert cli.main(["tune", "digits_demo", "--output", str(tmp_path / "fast.yaml")]) == 0
+    run_cli("tune digits_demo --output fast.yaml")
     won = {"data.prefetch": 3}
     assert asked == [({}, won), (won, {**won, "meta.threads": 2}), (won, {**won, "meta.threads": 1})]
 
 
-def test_tune_replaces_no_file(tmp_path):
-    (tmp_path / "fast.yaml").symlink_to("nowhere")
-    wrong = [("fast.yaml", 1, "or remove it"), ("fast.png", 1, r"must end in \.yaml")]
-    for name, minutes, problem in [*wrong, ("new.yaml", math.nan, "--minutes must be a number above 0")]:
-        with pytest.raises(ConfigError, match=problem):
-            tune.tune(load_config("digits_demo"), [], minutes, tmp_path / name)
-    (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "file").touch()
-    for name, problem in (("loop", "symbolic links"), ("file", "Not a directory")):  # before the first trial
-        with pytest.raises(CheckpointError, match=f"cannot be written: .*{problem}"):
-            tune.tune(load_config("digits_demo"), [], 1, tmp_path / name / "fast.yaml")
+def test_tune_replaces_no_file(run_cli):
+    Path("fast.yaml").symlink_to("nowhere")
+    Path("loop").symlink_to("loop")
+    Path("file").touch()
+    for words, code, problem in (
+        ("fast.yaml", 2, "or remove it"),
+        ("fast.png", 2, "must end in .yaml"),
+        ("new.yaml --minutes nan", 2, "--minutes must be a number above 0"),
+        ("loop/fast.yaml", 5, "cannot be written: "),  # before the first trial
+        ("file/fast.yaml", 5, "Not a directory"),
+    ):
+        assert problem in run_cli(f"tune digits_demo --output {words}", code=code)
 
 
-def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):
+def test_written_config_has_the_keys_that_won_with_their_gains():
     """A base that is not shipped is named by its path from the new file; of two winners of a key the last counts."""
-    base = tmp_path / "mine" / "run.yaml"
+    base = Path("mine/run.yaml")
     base.parent.mkdir()
     base.write_text("base: digits_demo\n")
 
@@ -96,8 +95,9 @@ def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):
         outcome("compile", {"meta.compile": True, "meta.cuda_graph": False}, 0.005),
         outcome("slow", {"data.decode_threads": 9}, 0.03),
     ]
-    tune.write(tmp_path / "new" / "fast.yaml", base, found, "a card")
-    assert (tmp_path / "new" / "fast.yaml").read_text().splitlines()[1:] == [
+    written = Path("new/fast.yaml")
+    tune.write(written, base, found, "a card")
+    assert written.read_text().splitlines()[1:] == [
         "base: ../mine/run.yaml",
         "meta:",
         "  # compile: 20.5 ms (20 to 21) -> 5 ms (5 to 5) a step, 4.10x, a card",
@@ -105,7 +105,7 @@ def test_written_config_has_the_keys_that_won_with_their_gains(tmp_path):
         "  # compile: 20.5 ms (20 to 21) -> 5 ms (5 to 5) a step, 4.10x, a card",
         "  compile: true",
     ]
-    assert load_config(tmp_path / "new" / "fast.yaml").meta.compile is True
+    assert load_config(written).meta.compile is True
 
 
 def test_candidates_are_what_is_not_written_and_can_run_here(monkeypatch):
