@@ -130,32 +130,27 @@ def test_embed_starts_over_for_other_images(run, capsys, monkeypatch):
     assert features.shape == (11, 64) and features.any(axis=1).all()
 
 
-def test_embed_writes_parquet(run, monkeypatch):
-    table = Path("features.parquet")
+def test_embed_writes_parquet(run, run_cli, monkeypatch):
+    line = f"embed {run} photos --output features.parquet"
     with monkeypatch.context() as patch:
         patch.setattr(command, "find_spec", lambda name: None)
-        with pytest.raises(ConfigError, match="needs pyarrow: pip install pyarrow"):
-            embed(run, IMAGES, table)
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    from pyarrow import parquet
-
-    for output in (table, OUTPUT):
-        embed(run, IMAGES, output)
-    rows, arrays = parquet.read_table(table), np.load(OUTPUT)
+        assert "needs pyarrow: pip install pyarrow" in run_cli(line, code=2)
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    run_cli(line)
+    embed(run, IMAGES, OUTPUT)
+    rows, arrays = parquet.read_table("features.parquet"), np.load(OUTPUT)
     assert rows["file"].to_pylist() == list(arrays["files"])
     np.testing.assert_array_equal(np.array(rows["features"].to_pylist(), np.float32), arrays["features"])
 
 
-def test_embed_refuses_what_it_cannot_do(run, monkeypatch):
-    with pytest.raises(ConfigError, match=r"must end in \.npz or \.parquet"):
-        embed(run, IMAGES, Path("features.csv"))
+def test_embed_refuses_what_it_cannot_do(run, run_cli, monkeypatch):
+    line = f"embed {run} photos --output features.npz"
+    assert "must end in .npz or .parquet" in run_cli(f"embed {run} photos --output features.csv", code=2)
     torch.save(load_encoder(run).module.state_dict(), "weights.pth")
-    with pytest.raises(ConfigError, match="does not say which pixels"):
-        embed(Path("weights.pth"), IMAGES, OUTPUT)
+    assert "does not say which pixels" in run_cli("embed weights.pth photos --output features.npz", code=2)
     with monkeypatch.context() as patch:
         patch.setattr(command, "MOST_NAMES", 4 * 12 * 16 - 1)
-        with pytest.raises(ConfigError, match=r"12 names of up to 16 characters take .* a \.parquet file"):
-            embed(run, IMAGES, OUTPUT)
+        said = run_cli(line, code=2)
+    assert "12 names of up to 16 characters take " in said and " a .parquet file" in said
     Path(".features.npz.part").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"features\.npz cannot be written"):
-        embed(run, IMAGES, OUTPUT)
+    assert "features.npz cannot be written" in run_cli(line, code=5)
