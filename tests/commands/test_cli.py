@@ -150,23 +150,20 @@ def test_main_without_docstrings_says_what_to_leave_out(monkeypatch, run_cli):
     assert run_cli("--help", code=2).startswith("error: Python runs with -OO or PYTHONOPTIMIZE=2")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["run.yaml", "optimization.lr=2", "meta.seed=3", "--dry-run"],
-        ["--dry-run", "run.yaml", "optimization.lr=2", "meta.seed=3"],
-        ["run.yaml", "optimization.lr=2", "--dry-run", "meta.seed=3"],
-        ["optimization.lr=2", "--dry-run=step", "meta.seed=3", "./lr=3/run.yaml"],
-    ],
-)
-def test_train_takes_overrides_options_and_a_path_in_any_order(words, trainer):
+def test_train_takes_overrides_options_and_a_path_in_any_order(run_cli, trainer):
     Path("lr=3").mkdir()
     shutil.copy("run.yaml", "lr=3")
-    assert cli.main(["train", *words]) == 0
-    ((config, arguments, plan),) = trainer.calls
-    assert (config.optimization.lr, config.meta.seed) == (2.0, 3)
-    assert plan["steps"] == ("--dry-run=step" in words)
-    assert arguments == ["train", *words]  # the same command starts the other ranks
+    for line in (
+        "train run.yaml optimization.lr=2 meta.seed=3 --dry-run",
+        "train --dry-run run.yaml optimization.lr=2 meta.seed=3",
+        "train run.yaml optimization.lr=2 --dry-run meta.seed=3",
+        "train optimization.lr=2 --dry-run=step meta.seed=3 ./lr=3/run.yaml",
+    ):
+        run_cli(line)
+        config, arguments, plan = trainer.calls.pop()
+        assert (config.optimization.lr, config.meta.seed) == (2.0, 3) and not trainer.calls
+        assert plan["steps"] == ("--dry-run=step" in line)
+        assert arguments == line.split()  # the same command starts the other ranks
 
 
 TWO_CONFIGS = (
@@ -281,14 +278,11 @@ def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, 
     assert traced.startswith("Traceback") and traced.endswith(f"\n[rank 3] error: {said}\n")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [IndexError("a bug"), os_error(errno.EBADF), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
-)
-def test_main_keeps_the_traceback_of_a_bug(error, trainer):
-    trainer.error = error
-    with pytest.raises(type(error)):
-        cli.main(["train", "run.yaml"])
+def test_main_keeps_the_traceback_of_a_bug(trainer):
+    no_memory = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    for trainer.error in (IndexError("a bug"), os_error(errno.EBADF), no_memory):
+        with pytest.raises(type(trainer.error)):
+            cli.main(["train", "run.yaml"])
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -312,26 +306,23 @@ def test_main_prints_names_that_the_encoding_lacks(monkeypatch):
     assert stream.buffer.getvalue() == b"wrote \\xe4.png\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "status"),
-    [
-        (["train", "digits_demo"], "runs/digits_demo/status.json"),
-        (["train", "digits_demo", "--dry-run=step"], "/dev/null"),
-        (["tune", "digits_demo", "--output", "fast.yaml"], ".preempted-fast.json"),
-        (["evaluate", "knn", "digits_demo"], "/dev/null"),
-        (["finetune", "digits_demo", "--step", "3"], "runs/digits_demo/finetune/.preempted.json"),
-        (["transfer", "digits_demo", "transfer.root=."], "runs/digits_demo/transfer/status-1-of-1.json"),
-    ],
-)
 @pytest.mark.parametrize("code", [0, 75])
-def test_command_on_several_gpus_ends_with_the_code_of_its_ranks(tmp_path, monkeypatch, words, status, code):
+def test_command_on_several_gpus_ends_with_the_code_of_its_ranks(tmp_path, monkeypatch, run_cli, code):
     started = []
     for module in (ranks, dry_run):
         monkeypatch.setattr(module, "should_start_ranks", lambda device: True)
     monkeypatch.setattr(launch, "start_ranks", lambda *given: started.append(given) or code)
-    assert cli.main(words) == code
-    ((arguments, path),) = started
-    assert arguments == words and Path(path).match(status)
+    for line, status in (
+        ("train digits_demo", "runs/digits_demo/status.json"),
+        ("train digits_demo --dry-run=step", "/dev/null"),
+        ("tune digits_demo --output fast.yaml", ".preempted-fast.json"),
+        ("evaluate knn digits_demo", "/dev/null"),
+        ("finetune digits_demo --step 3", "runs/digits_demo/finetune/.preempted.json"),
+        ("transfer digits_demo transfer.root=.", "runs/digits_demo/transfer/status-1-of-1.json"),
+    ):
+        run_cli(line, code=code)
+        arguments, path = started.pop()
+        assert arguments == line.split() and Path(path).match(status) and not started
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
