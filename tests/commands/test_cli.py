@@ -173,9 +173,8 @@ TWO_CONFIGS = (
 SETTING = "a setting is section.key=value, and CUDA_VISIBLE_DEVICES=0,1 shows a command two GPUs"
 
 
-@pytest.mark.parametrize(
-    ("words", "said", "command"),
-    [
+def test_main_ends_with_2_for_a_wrong_command_line(run_cli):
+    for words, said, command in (
         ("trian run.yaml", "unknown command trian; did you mean `fastsuncet train`?", ""),
         ("check run.yaml", "unknown command check; did you mean `fastsuncet data check`?", ""),
         ("data", "unknown command data; did you mean `fastsuncet data check` or `fastsuncet data pack`?", ""),
@@ -191,11 +190,9 @@ SETTING = "a setting is section.key=value, and CUDA_VISIBLE_DEVICES=0,1 shows a 
         ("init photos --hours 0,5", "argument --hours: invalid float value: '0,5'", "init"),
         ("preview run.yaml --step -1", "argument --step: must be a whole number, 0 or more, not -1", "preview"),
         ("data check . meta.seed=3", ". is a folder, and a folder has no keys to override", "data check"),
-    ],
-)  # fmt: skip
-def test_main_ends_with_2_for_a_wrong_command_line(words, said, command, run_cli):
-    prog = f"fastsuncet {command}".strip()
-    assert run_cli(*words.split(" "), code=2) == f"error: {said}\nSee `{prog} --help`\n"
+    ):  # fmt: skip
+        prog = f"fastsuncet {command}".strip()
+        assert run_cli(*words.split(" "), code=2) == f"error: {said}\nSee `{prog} --help`\n"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

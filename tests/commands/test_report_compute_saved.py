@@ -47,9 +47,8 @@ def test_savings_by_both_rules_and_every_cost():
     assert "epochs" not in {s.cost for s in found}, "epochs of two methods are not the same work"
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "said"),
-    [
+def test_cell_says_how_many_seeds_reached_it():
+    for theirs, ours, said in (
         ([[0.6]], [[0.1, 0.59]], "0 of 1 seeds reached it"),
         ([[0.6]], [[0.1, 0.6]], "200.0 %; 1 of 1 seeds reached it"),
         # The first of several crossings.
@@ -68,10 +67,8 @@ def test_savings_by_both_rules_and_every_cost():
          "at most 66.7 % (50.0 to 75.0), first checkpoint 83.3 %; 3 of 3 seeds reached it"),
         # ... unless its seeds were not evaluated alike: that mean would end with the shortest.
         ([[0.4, 0.6], [0.4]], [[0.6], [0.4], [0.9]], "at most 75.0 % (50.0 to 100.0); 2 of 2 seeds reached it"),
-    ],
-)  # fmt: skip
-def test_cell_says_how_many_seeds_reached_it(theirs, ours, said):
-    assert cell(by(saved(theirs, ours), "updates", "final")) == said
+    ):  # fmt: skip
+        assert cell(by(saved(theirs, ours), "updates", "final")) == said
 
 
 def test_join_lengths_makes_one_curve_of_the_ends_of_a_seed():
