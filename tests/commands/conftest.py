@@ -41,9 +41,9 @@ def _less_work():
 
 @pytest.fixture
 def run_cli(capsys):
-    """A function that runs a command line, and words with spaces after it; it must end with `code`.
+    """A function that runs a command line, which must end with `code`; only `words`, after it, can have spaces.
 
-    Returns what it printed: of a success on stdout, of a failure on stderr.
+    Returns what is printed on stdout, with nothing on stderr, and for a failure what is printed on stderr.
     """
 
     def run(line: str, *words: object, code: int = 0) -> str:
