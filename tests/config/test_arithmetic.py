@@ -43,12 +43,6 @@ def test_arithmetic_steps_and_warmup():
     assert load(GOOD.replace("epochs: 100", "steps: 7")).resolve(1, CIFAR10).steps == 7
 
 
-def refused(config: Config, *sizes) -> str:
-    with pytest.raises(ConfigErrors) as caught:
-        config.resolve(*sizes)
-    return " ".join(str(caught.value).split("\n\n", 1)[1].split())
-
-
 ALONE = ("criterion.instance=none", f"{BATCH}0", f"{ON}all")
 STEPS = ("optimization.steps=195", "optimization.warmup=1")
 LEGACY = ("optimization.legacy_schedule=true", "optimization.warmup=50")
@@ -83,7 +77,10 @@ PART = "criterion.labeled_share="
     ],
 )  # fmt: skip
 def test_arithmetic_refuses_what_does_not_fit(overrides, sizes, text):
-    assert text in refused(load(GOOD, *SUPERVISED, *overrides), *sizes)
+    config = load(GOOD, *SUPERVISED, *overrides)
+    with pytest.raises(ConfigErrors) as caught:
+        config.resolve(*sizes)
+    assert text in " ".join(str(caught.value).split("\n\n", 1)[1].split())
 
 
 def test_arithmetic_takes_the_least_that_fits():
@@ -124,20 +121,16 @@ def test_arithmetic_pieces_are_equal_and_as_few_as_fit(unlabeled, labeled, views
 
 
 # ------------------------------------------------------------------------ criterion.labeled_share (appendix D)
-def imagenet(*overrides: str):
-    return load_config("in1k_10pct", overrides)
-
-
 def test_labeled_share_of_the_config_itself_changes_nothing():
-    same = imagenet("criterion.labeled_share=0.3125").resolve(64, IMAGENET)
-    assert same == imagenet().resolve(64, IMAGENET) and same.steps_per_epoch == 454
+    same = load_config("in1k_10pct", ["criterion.labeled_share=0.3125"]).resolve(64, IMAGENET)
+    assert same == load_config("in1k_10pct").resolve(64, IMAGENET) and same.steps_per_epoch == 454
 
 
 @pytest.mark.slow
 @given(share=st.floats(0.1, 0.9), world_size=st.sampled_from([1, 2, 8, 64]), epochs=st.integers(1, 60))
 def test_any_labeled_share_keeps_an_updates_cost_and_each_labels_passes(share, world_size, epochs):
-    config = imagenet(f"criterion.labeled_share={share}", f"criterion.supervised_epochs={epochs}")
-    sizes = config.resolve(world_size, IMAGENET)
+    keys = (f"criterion.labeled_share={share}", f"criterion.supervised_epochs={epochs}")
+    sizes = load_config("in1k_10pct", keys).resolve(world_size, IMAGENET)
     views, granule = 8192, 20 * world_size
     assert abs(sizes.global_labeled - share * views) <= granule / 2
     assert views - 2 * world_size <= sizes.update_views(True) <= views
