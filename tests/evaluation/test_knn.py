@@ -18,6 +18,7 @@ from fastsuncet.evaluation.protocols import cross_validated, knn
 from fastsuncet.models.resnet import build_model
 from tests.support.colors import ALONE, MeanColor
 from tests.support.runs import small_config
+from tests.support.vectors import load_vectors
 
 
 def circle(*degrees: float) -> torch.Tensor:
@@ -45,6 +46,16 @@ def test_knn_predict_cases_by_hand(case):
     queries, supports, labels, options, wanted = CASES[case]
     found = knn_predict(circle(*queries), supports, torch.tensor(labels), **options)
     assert found.tolist() == wanted
+
+
+def test_knn_predict_agrees_with_the_authors_vectors():
+    v = load_vectors("vectors_npi")
+    query, support, labels = (torch.from_numpy(v[name]) for name in ("query", "support", "support_labels"))
+    predicted = knn_predict(query, support, labels, k=10)
+    votes = v["knn10_votes"]
+    clear = np.sort(votes, 1)[:, -1] > np.sort(votes, 1)[:, -2]
+    assert clear.any()
+    assert (predicted.numpy() == votes.argmax(1))[clear].all()
 
 
 def test_knn_takes_the_same_views_as_npi_of_a_limited_number_of_images(colors, monkeypatch):

@@ -74,6 +74,23 @@ batches = st.builds(
 )
 
 
+def test_suncet_is_equation_2_anchor_by_anchor():
+    """Also the dense oracle is."""
+    z, labels = labeled_batch(rows=9, classes=3)
+    temperature = 0.3
+    per_anchor = []
+    for i in range(9):
+        cosines = [torch.cosine_similarity(z[i], z[j], dim=0).item() for j in range(9)]
+        similar = [math.exp(cosine / temperature) for cosine in cosines]
+        positives = [similar[j] for j in range(9) if j != i and labels[j] == labels[i]]
+        others = [similar[j] for j in range(9) if j != i]
+        if positives:
+            per_anchor.append(-math.log(sum(positives) / sum(others)))
+    expected = pytest.approx(sum(per_anchor) / len(per_anchor), rel=1e-13)
+    assert suncet(z, labels, temperature).item() == expected
+    assert dense_losses.suncet(z, labels, temperature).item() == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 @given(
