@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+from typing_extensions import Self
 
 from fastsuncet.config import Config, flat
 from fastsuncet.config.reader import as_yaml
@@ -25,8 +26,9 @@ from pipelines import atomic_files
 from pipelines.output import Say, counted, say_line
 
 PARAMS = 100  # in a call, at most: MLflow refuses more
-# Seconds that a run waits for a tracker, at its start and at its end. Schedulers kill a stopped job after 30.
+# Seconds that a run waits for a tracker at its start, and for all at its end. Schedulers kill a stopped job after 30.
 PATIENCE = 20.0
+TRACKED = ".tracked"  # in the folder of a run: where it was first
 
 
 class Tracker:
@@ -161,6 +163,12 @@ class MLflow(Tracker):
         server, folder = os.environ.get("MLFLOW_TRACKING_URI"), folder.resolve()
         uri = server or f"sqlite:///{folder / 'mlflow.db'}"
         self.where = f"MLflow, experiment {experiment}, {uri}"
+        if not server and not (folder / "mlflow.db").exists():
+            # MLflow makes its tables one by one, and refuses a file in which a kill left some.
+            part = folder / "mlflow.db.part"
+            atomic_files.remove(part)
+            MlflowClient(tracking_uri=f"sqlite:///{part}").search_experiments(max_results=1)
+            part.replace(folder / "mlflow.db")
         self._client, self._metric, self._param = MlflowClient(tracking_uri=uri), Metric, Param
         known = self._client.get_experiment_by_name(experiment)
         # MLflow's own place for the artifacts of a file is the working directory. The file keeps absolute paths, which
@@ -239,11 +247,14 @@ class Caller:
         if self._thread.is_alive():
             self._calls.put(call)
 
-    def close(self, _: type[BaseException] | None, failure: BaseException | None, traceback: Any) -> None:
-        """Wait until the tracker has everything, PATIENCE seconds at most; `failure` has ended the run."""
+    def end(self, failure: BaseException | None) -> None:
+        """Let the tracker close after the calls before; `failure` has ended the run."""
         self._failure = failure
         self._calls.put(None)
-        self._thread.join(PATIENCE)
+
+    def wait(self, until: float) -> None:
+        """Wait until the tracker has closed, at most until that time of `time.monotonic`."""
+        self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._given_up = True
             unsent = f"{self._calls.qsize():,} messages were not sent"
@@ -276,22 +287,35 @@ class Caller:
             self._opened.set()
 
 
-class Trackers(contextlib.ExitStack):
+class Trackers:
     """`tell(call)` calls `call` with each tracker that a config names for the run in `folder`, and waits for none.
 
     A tracker that fails is left out from then on, and a line says why. TensorBoard hides its events from `purge_step`
-    on. Raises ConfigError for a missing package. Leaving the context closes the trackers, as `Caller.close`.
+    on; 0, a fresh start in the folder, is a new run of the others. Raises ConfigError for a missing package. Leaving
+    the context waits until the trackers have everything, for PATIENCE seconds in all.
     """
 
     def __init__(self, config: Config, folder: Path, purge_step: int | None = None, say: Say = say_line):
-        super().__init__()
-        self._callers: list[Caller] = []
+        asked = config.logging.trackers
         require_packages(config)
+        if asked and purge_step == 0:
+            first_place = f"{folder.resolve()} {time.time()}"
+            atomic_files.replace(folder / TRACKED, os.fsencode(first_place))
         runs = config.run_folder.parent
         name = str(folder.relative_to(runs)) if folder.is_relative_to(runs) else folder.name
-        for key, asked in config.logging.trackers.items():
-            self._callers.append(Caller(TRACKERS[key], say, asked, folder, name, purge_step))
-            self.push(self._callers[-1].close)
+        self._callers = [
+            Caller(TRACKERS[key], say, value, folder, name, purge_step) for key, value in asked.items()
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, failure: BaseException | None, traceback: Any) -> None:
+        for caller in self._callers:
+            caller.end(failure)
+        until = time.monotonic() + PATIENCE
+        for caller in self._callers:
+            caller.wait(until)
 
     def tell(self, call: Callable[[Tracker], object]) -> None:
         """Let `call` be made with every tracker that has not failed."""
@@ -313,9 +337,9 @@ def require_packages(config: Config) -> None:
 def _run_id(folder: Path, name: str) -> str:
     """Return 16 hexadecimal digits of the run `name` in `folder`: the same at every restart, also once it was moved.
 
-    A copy that is continued under another name gets others.
+    A copy that is continued under another name gets others, and so does a fresh start.
     """
-    first_place = folder / ".tracked"
+    first_place = folder / TRACKED
     if not first_place.exists():
         atomic_files.replace(first_place, os.fsencode(folder.resolve()))
     return hashlib.sha256(first_place.read_bytes() + name.encode()).hexdigest()[:16]

@@ -91,7 +91,8 @@ def fits(top, tmp_path_factory) -> tuple[Path, list[tuple]]:
     """The folder of a whole transfer; of each fit its settings, the images learned from and those that judged it."""
     runs, patch = tmp_path_factory.mktemp("whole"), mock.patch.object
     with patch(transfer, "FineTuning", wraps=FineTuning) as made, patch(transfer, "fit", wraps=fit) as fitted:
-        assert run(top, runs) == 0
+        assert run(top, runs, "logging.tensorboard=true") == 0
+    assert not any(call.args[3].logging.trackers for call in made.mock_calls), "they get the result alone"
     calls = zip(made.mock_calls, fitted.mock_calls, strict=True)
     return runs, [(a.args[3].finetune, a.kwargs, a.args[2].tolist(), *b.args[1:3]) for a, b in calls]
 

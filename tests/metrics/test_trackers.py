@@ -101,12 +101,14 @@ def test_wandb_is_offline_unless_the_user_says_otherwise(tmp_path, monkeypatch):
     assert before["name"] == config.logging.write_tag
     assert (before["mode"], after["mode"]) == ("offline", "online")
     assert before | {"mode": ""} == after | {"mode": ""}, "the same run, continued"
-    Trackers(config, config.run_folder / "finetune" / "labels10").close()
+    with Trackers(config, config.run_folder / "finetune" / "labels10"):
+        pass
     assert fake.begun[-1]["name"] == f"{before['name']}/finetune/labels10"
     copy = tmp_path / "runs" / "copy"
     shutil.copytree(config.run_folder, copy)
     run(config_of(tmp_path, "wandb", f"logging.folder={copy.parent}", "logging.write_tag=copy"), 2, 3)
-    assert len({begun["id"] for begun in fake.begun}) == 3, "a copy under another name is another run"
+    run(config, 0, 1)
+    assert len({begun["id"] for begun in fake.begun}) == 4, "a copy under another name, and a fresh start"
 
 
 def test_mlflow_writes_to_a_server_and_reports_what_was_not_sent(tmp_path, monkeypatch):
@@ -117,6 +119,16 @@ def test_mlflow_writes_to_a_server_and_reports_what_was_not_sent(tmp_path, monke
     fake.unsent = iter([RuntimeError("no\n  answer"), *(RuntimeError("too late"),) * 2])
     lost = "OSError: 3 lines of numbers not sent; the first: no answer"
     assert run(config, 1, 3)[-1] == FAILED.format("MLflow", lost)
+
+
+def test_mlflow_begins_again_where_it_was_stopped_as_it_made_its_file(tmp_path, monkeypatch):
+    fake, config = support.stand_in(monkeypatch, "mlflow"), config_of(tmp_path, "mlflow")
+    with monkeypatch.context() as patch:
+        patch.setattr(fake, "search_experiments", mock.Mock(side_effect=OSError("stopped")))
+        assert run(config, 0, 1)[-1] == FAILED.format("MLflow", "OSError: stopped")
+    assert not (config.run_folder / "mlflow.db").exists()
+    assert len(run(config, 1, 2)) == 1
+    assert [path.name for path in config.run_folder.glob("mlflow.db*")] == ["mlflow.db"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +144,7 @@ def test_tracker_is_told_how_a_run_ended_and_an_evaluation_beside_it_ends_nothin
     run(config, 0, 1)  # it has a status
     with (
         contextlib.suppress(Preempted, OSError),
-        MetricsWriter(config.run_folder, COLUMNS, config=both) as writer,
+        MetricsWriter(config.run_folder, COLUMNS, config=both, resume_step=1) as writer,
     ):
         writer._tell(lambda _: started.wait(60))  # in the threads of both
         started.wait(60)

@@ -155,7 +155,11 @@ class FakeMlflow(ModuleType):
         self.uris.add(tracking_uri)
         file = tracking_uri.removeprefix("sqlite:///")
         self.place = Path(file).with_name("mlflow") if file != tracking_uri else None  # a file can be moved
+        if self.place:
+            Path(file).touch()
         return self
+
+    def search_experiments(self, max_results): ...
 
     def get_experiment_by_name(self, name):
         location = self.place and self.place.as_uri()

@@ -20,7 +20,7 @@ import numpy as np
 
 from fastsuncet.checkpoint.run_folder import disk_errors, lock_folder
 from fastsuncet.config import Config
-from fastsuncet.config.schema import FinetuneSection
+from fastsuncet.config.schema import FinetuneSection, LoggingSection
 from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
@@ -163,6 +163,8 @@ class DatasetGrid:
     ) -> CellResult:
         """Train on the images `chosen` of the task, and return what is measured on those `evaluated` of `index`."""
         config, t = with_sizes(self.config, lr=cell.lr, weight_decay=cell.weight_decay), self.config.transfer
+        # The trackers get the result: a cell's own files go with its checkpoints.
+        config = config.model_copy(update={"logging": LoggingSection(log_every=config.logging.log_every)})
         images, a = (self.task.images, chosen), config.data.augmentation
         options = {"steps": t.steps, "bn_momentum": batchnorm_momentum(len(chosen), sizes(config)[0])}
         also = {**options, "data": self.identity}
