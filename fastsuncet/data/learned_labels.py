@@ -76,6 +76,11 @@ def learned(weights: Path | None, index: ImageIndex, supervised: bool) -> np.nda
     return np.ones(len(index), bool) if rows is None else _found(index, rows)
 
 
+def learned_lengths(weights: Path) -> dict[str, int]:
+    """Return file -> length in bytes of the images whose labels the run or fine-tuning `weights` has learned."""
+    return {file: length for file, (_, length) in _read(_table_of(weights)).items()}
+
+
 def left_to_judge(images: Images, weights: Path | None, supervised: bool, place: Place) -> tuple[Images, int]:
     """Return the images without the validation images of which `learned` is true, and 0.
 
@@ -132,24 +137,26 @@ def _found(index: ImageIndex, rows: Rows, *beside: ImageIndex) -> np.ndarray:
 
 
 def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
-    """Return `rows` by the names of now: where one has gone, that of the new image of its length in bytes.
+    """Return `rows` by the names of now. An image has gone where none of its name and length in bytes is left.
 
-    Not where more or fewer new images have this length, as in folders of BMP, and not at all where less than half of
-    what has gone is found: of other photos some have such a length by chance.
+    Its row then has the name of the new image of its length. Not where more or fewer new images have this length, as in
+    folders of BMP, and not at all where less than half of what has gone is found: of other photos some have such a
+    length by chance, and photos that were edited keep their names.
     """
-    there = {name for index in indices for name in index.files}
+    there = {file: size for index in indices for file, size in zip(index.files, index.lengths().tolist())}
     gone, new = defaultdict(list), defaultdict(list)  # length -> names
     for file, (_, length) in rows.items():
-        if length and file not in there:
+        if length and there.get(file) != length:
             gone[length].append(file)
-    for index in indices if gone else ():
-        for name, length in zip(index.files, index.lengths().tolist()):
-            if name not in rows:
-                new[length].append(name)
+    for file, length in there.items() if gone else ():
+        if file not in rows or rows[file][1] not in (0, length):
+            new[length].append(file)
     same = [(old, new[length]) for length, old in gone.items() if len(old) == len(new[length])]
-    moved = {old: name for pair in same for old, name in zip(*pair)}
-    known = 2 * len(moved) >= sum(map(len, gone.values()))
-    return {moved.get(file, file): row for file, row in rows.items()} if known else rows
+    moved = {old: file for pair in same for old, file in zip(*pair)}
+    if 2 * len(moved) < sum(map(len, gone.values())):
+        return rows
+    stayed = {file: row for file, row in rows.items() if file not in moved}
+    return stayed | {file: rows[old] for old, file in moved.items()}
 
 
 def _learned_by(weights: Path | None, supervised: bool) -> Rows | None:

@@ -88,6 +88,17 @@ def test_learned_labels_are_those_of_images_that_moved_since(config, tmp_path):
     Path("first").mkdir()
     assert write_learned_labels(Path("first"), images, first) == []
     table = Path("first/learned.csv").read_text()
+    # Two parts of the folder change names, and change them back.
+    swapped = dict(zip([*NAMES[:8], *NAMES[12:]], [*NAMES[12:], *NAMES[:8]]))
+    for was in (swapped, {}):
+        for one, other in zip(NAMES[:8], NAMES[12:]):
+            photo, its = tmp_path / "photos" / one, tmp_path / "photos" / other
+            photo.rename("aside")
+            its.rename(photo)
+            Path("aside").rename(its)
+        index = image_tree(tmp_path / "photos")
+        known = learned(Path("first"), index, True).tolist()
+        assert known == [f'"{was.get(name, name)}"' in table for name in index.files]
     (tmp_path / "photos" / "moved").mkdir()
     for name in NAMES[:14]:
         (tmp_path / "photos" / name).rename(tmp_path / "photos" / "moved" / f"new{name}")
