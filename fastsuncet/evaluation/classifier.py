@@ -8,7 +8,7 @@ Shapes: N labeled images, E the width of the encoder's output, D that of the pro
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images
-from fastsuncet.data.learned_labels import learned
+from fastsuncet.data.learned_labels import learned, learned_lengths
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.calibration import FOLDS, Calibration, Classify, calibrate, out_of_fold
 from fastsuncet.evaluation.encoder import Encoder, linear_layer, load_encoder
@@ -34,6 +34,7 @@ from fastsuncet.evaluation.linear import choose_strength, fit_linear, linear_log
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import labeled, require_finite, share_right, wilson_interval
 from fastsuncet.metrics.results import read_results
+from fastsuncet.paths import typed_path
 from pipelines import atomic_files
 from pipelines.data_errors import BadImage, DataError
 from pipelines.datasets.index import ImageIndex
@@ -104,7 +105,10 @@ def best_classifier(
         return tuned or (encoder, run_classifier(encoder, config, place, skip_bad=skip_bad))
     record = atomic_files.read_object(run / RESULT).get("record")
     if record is not None:
-        return encoder, _tuned(encoder, record, run, "")
+        # Without the images themselves, which can lie on another machine.
+        files, data = learned_lengths(run), config.data
+        known = files.items() if data.pack or not data.root else _below(typed_path(data.root), files)
+        return encoder, replace(_tuned(encoder, record, run, ""), labeled=frozenset(known))
     # Weights of another program, or a fine-tuning that has not ended.
     why = "its probabilities are not calibrated: it lies in no folder of a finished fine-tuning"
     about = f"classifier   the layer of the weights for {encoder.classifier.out_features:,} classes; {why}"
@@ -113,14 +117,14 @@ def best_classifier(
 
 def fitted_to(classifier: Classifier, index: ImageIndex) -> np.ndarray:
     """Return which images of `index` are known to be of those that the classifier was fitted to, bool (N,)."""
-    keys = zip(_paths(index), _lengths(index))
+    keys = zip(_below(index.root, index.files), _lengths(index))
     return np.array([not classifier.labeled.isdisjoint(each) for each in keys])
 
 
-def _paths(index: ImageIndex) -> list[str]:
-    """Return the path of each image, with the links of the root resolved."""
-    root = os.path.realpath(index.root or "")
-    return [os.path.join(root, name) for name in index.files]
+def _below(root: Path | None, names: Iterable[str]) -> list[str]:
+    """Return the path of each image below `root`, with the links of the root resolved."""
+    resolved = os.path.realpath(root or "")
+    return [os.path.join(resolved, name) for name in names]
 
 
 def _lengths(index: ImageIndex) -> list[tuple[str, int]]:
@@ -130,7 +134,7 @@ def _lengths(index: ImageIndex) -> list[tuple[str, int]]:
 
 def _known(index: ImageIndex, chosen: np.ndarray) -> frozenset[Known]:
     """Return by what `fitted_to` knows the images `chosen`; the files of a pack can lie anywhere."""
-    keys = _paths(index) if index.pack is None else _lengths(index)
+    keys = _below(index.root, index.files) if index.pack is None else _lengths(index)
     return frozenset(keys[i] for i in chosen)
 
 
