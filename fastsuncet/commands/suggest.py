@@ -87,6 +87,7 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
     values, skipped = work.rows(), work.skipped
     undecoded = {int(pool[i]): reason for i, reason in skipped.items()}
     say_skipped({**index.bad, **undecoded}, index)
+    unlabeled = np.setdiff1d(unlabeled, list(undecoded))
     pool, values = (np.delete(each, list(skipped), 0) for each in (pool, values))
     _require_unlabeled(int((~labeled[pool]).sum()), count, config)
     features, known = (torch.from_numpy(x).to(place.device) for x in (values, labeled[pool]))

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 
@@ -82,6 +84,8 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, run_cli):
     for i in range(8):
         quote = '"' * (i % 2)
         picture(Path(f"mine/ new{quote}<{i}>.png"), "red", 20 + i)
+    shutil.copy("mine/red0.png", "mine/ cut.png")
+    os.truncate("mine/ cut.png", 2000)  # its header is good
     command = f"suggest {run} --count 5 --output new/next.csv --page"
     assert "5 of 8 images without a label" in run_cli(command)
     with open("new/next.csv", newline="") as stream:
