@@ -145,8 +145,6 @@ def _read_table(
         line, byte = error.object[: error.start].count(b"\n") + 1, error.object[error.start]
         text = f"{table} is not a CSV in UTF-8 (byte {byte:#x} on line {line}): save it as UTF-8 (in Excel: CSV UTF-8)"
         raise DataError(text) from error
-    except csv.Error as error:
-        raise DataError(f"{table} is not a CSV: {error}. Is a quote not closed?") from error
     return usable, names, labels, wrong
 
 
@@ -167,7 +165,11 @@ def _rows(table: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
         raise DataError(f"{table}: the first line must be `file,label`, not {first!r}. {hint}")
     for (head, mark), end in zip(heads, [*(i for i, _ in heads[1:]), len(lines)]):
         reader = csv.reader(lines[head + 1 : end], delimiter=mark, strict=True, skipinitialspace=True)
-        yield from ((head + 1 + reader.line_num, cells) for cells in reader if any(cells))
+        try:
+            yield from ((head + 1 + reader.line_num, cells) for cells in reader if any(cells))
+        except csv.Error as error:
+            line = f"line {head + 1 + reader.line_num}: {error}"
+            raise DataError(f"{table}, {line}. Is a quote not closed, or a space behind one?") from error
 
 
 def _separator(line: str) -> str | None:

@@ -15,7 +15,7 @@ from pipelines.data_errors import LOST, DataError
 from pipelines.datasets import image_headers
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.names import as_lines, links_out
-from pipelines.output import say_line
+from pipelines.output import counted, first_five, say_line
 
 # Files that a start compares with a kept index where all folders have the time that they had.
 SAMPLE = 1000
@@ -49,7 +49,8 @@ def image_folder(root: str | Path, *, upright: bool = False) -> ImageIndex:
         raise DataError(f"{root} holds {', '.join(folders)}, not class folders: name one of those instead")
     inside = [name.partition("/")[0] for name in files]
     if empty := sorted(set(folders) - set(inside)):
-        raise DataError(f"{len(empty)} class folders of {root} hold no image: {', '.join(empty[:5])}")
+        count = counted(len(empty), "class folder")
+        raise DataError(f"{count} of {root} without an image: {first_five(empty)}")
     number = {name: label for label, name in enumerate(folders)}
     labels = np.array([number[name] for name in inside], np.int64)
     return with_headers(root, files, labels, tuple(folders), upright, folders=times)

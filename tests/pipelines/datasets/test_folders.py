@@ -72,7 +72,7 @@ def test_image_folder_says_what_is_wrong_with_a_folder(tmp_path):
         "file": "it is a file",
         "flat": "no class folders",
         "above": "holds train, val, not class folders",
-        "lacking": r"1 class folders of .* hold no image: b$",
+        "lacking": "1 class folder of .* without an image: b$",
     }.items():
         with pytest.raises(DataError, match=said):
             image_folder(tmp_path / name)
@@ -386,9 +386,9 @@ def test_csv_names_that_differ_in_folders_only_are_matched_in_seconds(tmp_path):
         (b"file,label\n", "no line after it"),
         (b"file,label\n1.jpg,caf\xe9\n", "not a CSV in UTF-8"),
         ("file,label\n".encode("utf-16"), r"\(byte 0xff on line 1\): save it as UTF-8"),
-        (b'file,label\n1.jpg,"cat"x\n', "not a CSV"),
+        (b'file,label\n1.jpg,"cat" \n', r"csv, line 2: .*Is a quote not closed, or a space behind one\?"),
         (b'file,label\n1.jpg,"cat\nx/2.jpg,dog"\n', "line 3: the label has a line break in it: is a"),
-        (b'file,label\n"1.jpg,cat\n', r"Is a quote not closed\?"),
+        (b'file,label\n"1.jpg,cat\n', r"csv, line 2: .*Is a quote not closed"),
     ],
 )
 def test_a_file_that_is_no_table_of_labels_is_refused(tree, tmp_path, content, said):
