@@ -26,6 +26,7 @@ from fastsuncet.commands.embed import FolderPass, ImageInput, opened
 from fastsuncet.commands.predict import Prediction
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, load_config
+from fastsuncet.distributed.collectives import alone
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import handlers_restored
 from fastsuncet.errors import CheckpointError, ConfigError
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
 def kept_switches() -> Iterator[None]:
     """Compute in float32, and restore torch's switches at the end."""
     # TF32 has a second switch. Where a program has used it, the first cannot be read.
-    newer = (torch.backends, cudnn, cudnn.conv, cudnn.rnn, cuda.matmul)  # pyright: ignore[reportAttributeAccessIssue]
+    mkldnn: Any = torch.backends.mkldnn  # torch's stubs know few of these switches
+    newer = (torch.backends, cudnn, cast("Any", cudnn).conv, cast("Any", cudnn).rnn, cuda.matmul)
+    newer += (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
     owners = [
         *((owner, "fp32_precision") for owner in newer),
         *((cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
@@ -103,6 +106,7 @@ _lock, _calls, _undo = threading.Lock(), 0, ExitStack()
 
 
 @in_a_callers_process()
+@alone()
 def init_config(
     folder: str | Path,
     labels: str | Path | None = None,
@@ -140,7 +144,8 @@ def train(
     kept as PNG files in the run's folder. Later commands on the run find the same images.
 
     This process is the only rank, on one GPU where there is one; under torchrun or Slurm it joins the others. It must
-    be the main thread, because SIGTERM and Ctrl-C then save the run and raise Preempted. Raises ConfigErrors,
+    be the main thread, because SIGTERM and Ctrl-C then save the run and raise Preempted. Of the labels that are given
+    `data.split` chooses those to learn from, as of a config's: kind all takes every one. Raises ConfigErrors,
     ConfigError, DataError, NumericalError and CheckpointError, as `fastsuncet train`. A call that is refused changes
     nothing of the run.
     """
@@ -261,6 +266,7 @@ def load_encoder(path: str | Path) -> "LoadedEncoder":
     return module
 
 
+@alone()
 def embed(
     encoder: nn.Module | str | Path,
     images: ImageInput,
@@ -292,6 +298,7 @@ def embed(
 
 
 @in_a_callers_process()
+@alone()
 def predict(
     run: str | Path | Config, images: ImageInput, *, batch: int = 256, skip_bad: bool = False
 ) -> list[Prediction]:
@@ -308,6 +315,7 @@ def predict(
 
 
 @in_a_callers_process()
+@alone()
 def suggest(run: str | Path | Config, count: int = 50) -> list[str]:
     """Return the names of `count` unlabeled images of the run's data whose labels would help most, the first first.
 

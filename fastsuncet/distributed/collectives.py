@@ -1,12 +1,16 @@
 """Communication between ranks: rows gathered with and without gradient, sums, agreement on plain values and on a stop.
 
-Without a process group every function works as for a single rank; `group=None` is the default one. All but `rank` and
-`world_size` are collectives: every rank must call them in the same order, or all of them wait until the time-out.
+Without a process group, and in `alone`, every function works as for a single rank; `group=None` is the default one.
+All but `rank` and `world_size` are collectives: every rank must call them in the same order, or all of them wait until
+the time-out.
 
     W  ranks in the group        N  rows on each rank, the same number on every rank
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,14 +21,27 @@ from torch.autograd.function import once_differentiable
 Group = dist.ProcessGroup | None
 
 
+_alone: ContextVar[bool] = ContextVar("alone", default=False)  # of a thread
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Be a single rank: a program with a process group of its own calls `embed` on one of its ranks, or on each."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
 def rank(group: Group = None) -> int:
     """Return this process's rank in `group`, 0 without a process group."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    return dist.get_rank(group) if dist.is_initialized() and not _alone.get() else 0
 
 
 def world_size(group: Group = None) -> int:
     """Return W, 1 without a process group."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    return dist.get_world_size(group) if dist.is_initialized() and not _alone.get() else 1
 
 
 def all_gather_rows(x: Tensor, group: Group = None) -> Tensor:

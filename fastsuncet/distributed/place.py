@@ -205,6 +205,11 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
     rank, world_size, local_rank = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
     if rank >= world_size:
         raise ConfigError(f"RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below")
+    if dist.is_initialized() and dist.get_world_size() != world_size:
+        raise ConfigError(
+            f"this program has a process group of {counted(dist.get_world_size(), 'rank')}, and WORLD_SIZE says "
+            f"{world_size}: set RANK, WORLD_SIZE and LOCAL_RANK as torchrun does, or train without a group"
+        )
     place = Place(rank, world_size, pick_device(device, local_rank))
     with contextlib.ExitStack() as stack:
         if place.device.type == "cuda":

@@ -3,6 +3,8 @@
 Shapes: N images, E the width of the network's output.
 """
 
+import contextlib
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -20,6 +22,7 @@ from pipelines.output import show_progress
 from pipelines.sampling.augmentation import Center
 from pipelines.sampling.step_plan import EvaluationPlan
 
+_modes = threading.Lock()  # of a network whose modules are in evaluation mode for a while
 SUPPORTS = "supports"  # the role of the draws of random views: a stream apart from training's
 
 
@@ -69,10 +72,14 @@ def outputs(
     loader = open_evaluation_loader(plan, loader_options(config, place))
     # A caller's network can have 16 bits or no parameter, and frozen BatchNorms in a network that trains.
     like = next(network.parameters(), torch.empty(0, device=place.device))
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    rows, done = None, 0
+    rows, done, undo = None, 0, contextlib.ExitStack()
     try:
+        undo.enter_context(_modes)
+        if training := [module for module in network.modules() if module.training]:
+            network.eval()
+            undo.callback(lambda: [setattr(module, "training", True) for module in training])
+        else:
+            undo.close()  # threads share a network that is in evaluation mode
         for shown in loader:
             before_batch()
             for number, pixels in enumerate(shown):
@@ -90,8 +97,7 @@ def outputs(
             if what and place.first:
                 show_progress(what, done, count)
     finally:
-        for module, training in modes:
-            module.training = training
+        undo.close()
         loader.close()
     assert rows is not None, "there is at least one image"
     found = all_gather_rows(rows)[: len(indices)]  # blocks in rank order are the images' order

@@ -110,13 +110,16 @@ class LARS(DeviceLR):
             names = ", ".join(IMPLEMENTATIONS)
             raise ValueError(f"LARS: implementation {implementation!r} is not one of {names}")
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
+        added = self.param_groups[-1]["params"]
+        for p in added:
             # A shard has its own norm, and by FSDP's first version nothing shows that it is not the tensor's.
             if hasattr(p, "placements") or hasattr(p, "_fsdp_flattened"):
+                self.param_groups.pop()
                 raise ValueError(
                     f"LARS: a parameter of shape {tuple(p.shape)} is sharded over ranks, and LARS needs the norm of "
                     "the whole tensor: wrap the network in DDP instead of FSDP"
                 )
+        for p in added:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
 
     @torch.no_grad()
@@ -127,9 +130,11 @@ class LARS(DeviceLR):
             with torch.enable_grad():
                 loss = closure()
         scaling = (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        for group in self.param_groups:
+        # All of them first: a gradient that is refused must leave every weight as it was.
+        every = [(group, self._lists(group["params"])) for group in self.param_groups]
+        for group, lists in every:
             update, settings = _implementation(group["implementation"]), _settings_of(group)
-            for params, grads, buffers in self._lists(group["params"]):
+            for params, grads, buffers in lists:
                 update(params, grads, buffers, group["lr"], settings, *scaling)
         return loss
 
@@ -139,9 +144,15 @@ class LARS(DeviceLR):
         for p in parameters:
             if p.grad is None:
                 continue
+            if p.grad.is_sparse:
+                shape = tuple(p.shape)
+                raise RuntimeError(
+                    f"LARS: the gradient of a parameter of shape {shape} is sparse: make it dense"
+                )
             triple = lists.setdefault((p.device, p.dtype), ([], [], []))
             for kind, tensor in zip(triple, (p, p.grad, self.state[p]["momentum_buffer"])):
-                kind.append(tensor)
+                # A 0-dim tensor of 16 bits times the scaler's is one of 32.
+                kind.append(tensor if tensor.ndim else tensor.view(1))
         return lists.values()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -149,11 +160,14 @@ class LARS(DeviceLR):
 
         How the learning rate is held and which implementation runs stay as constructed: they belong to
         this machine, not to the run. A parameter that the file does not have starts from zero momentum.
-        Raises ValueError, and changes nothing, for the state of another optimizer and for a buffer of another shape.
+        Raises ValueError, and changes nothing, for the state of another optimizer, settings out of range and a buffer
+        of another shape.
         """
-        missing = {field.name for field in fields(LARSSettings)}.difference(*state_dict["param_groups"])
-        if missing:
-            raise ValueError(f"LARS: this is the state of another optimizer, without {sorted(missing)}")
+        needed = {"lr", *(field.name for field in fields(LARSSettings))}
+        for group in state_dict["param_groups"]:
+            if missing := needed.difference(group):
+                raise ValueError(f"LARS: this is the state of another optimizer, without {sorted(missing)}")
+            _settings_of(group)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(saved, own):

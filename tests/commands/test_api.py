@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fastsuncet.commands.init import survey
 from fastsuncet.errors import CheckpointError, ConfigError, Preempted
 from fastsuncet.losses.suncet import suncet
 from pipelines.data_errors import DataError
+from pipelines.sampling.augmentation import Center
 from tests.support.pictures import write_images
 from tests.support.runs import small_config
 
@@ -132,6 +134,23 @@ def test_calls_from_a_program_with_its_own_defaults_and_a_relative_folder(tmp_pa
     one_row = torch.nn.Sequential(torch.nn.Flatten(0), torch.nn.Unflatten(0, (1, -1)))
     with pytest.raises(ConfigError, match=r"not 12 of them to a tensor \(1, 9216\)"):
         fastsuncet.embed(one_row, pixels, view=encoder.view)
+
+
+def test_embed_in_threads_keeps_a_network_that_trains_in_evaluation_mode():
+    seen = []
+
+    class Slow(torch.nn.Flatten):
+        def forward(self, x):
+            seen.append(self.training)
+            time.sleep(0.02)
+            seen.append(self.training)
+            return super().forward(x)
+
+    network, pixels = Slow(), np.zeros((10, 4, 4, 3), np.uint8)
+    with ThreadPoolExecutor(2) as threads:
+        for part in (pixels, pixels[:3]):
+            threads.submit(fastsuncet.embed, network, part, view=Center(4, 4), batch=1)
+    assert seen == [False] * 26 and network.training
 
 
 def test_calls_in_two_threads_restore_what_was_before_both():

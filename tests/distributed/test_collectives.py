@@ -1,9 +1,14 @@
 """Ranks exchange rows, gradients and plain values, and agree on a stop: each rank compares what it gets."""
 
+import numpy as np
 import pytest
 import torch
 
+import fastsuncet
 from fastsuncet.distributed import collectives
+from fastsuncet.distributed.place import join
+from fastsuncet.errors import ConfigError
+from pipelines.sampling.augmentation import Center
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -66,8 +71,27 @@ def signal_to_one_rank_stops_all_at_the_same_step(rank: int, world_size: int) ->
     assert stops == [False, False, True, True, True]
 
 
+def program_with_a_group_of_its_own_embeds_on_each_rank(rank: int, world_size: int) -> None:
+    """Also on one alone, where any communication would wait for the others."""
+    pixels = np.full((rank + 1, 4, 4, 3), 50 * rank, np.uint8)
+    for _ in range(1 + (rank == 0)):
+        _, rows = fastsuncet.embed(torch.nn.Flatten(), pixels, view=Center(4, 4))
+        assert rows.shape == (rank + 1, 48) and np.allclose(rows, 50 * rank / 255, atol=1e-6)
+    with collectives.alone():
+        assert (collectives.rank(), collectives.world_size()) == (0, 1)
+        assert collectives.gather_json(rank) == [collectives.broadcast_json(rank)] == [rank]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "1")
+        patch.setenv("RANK", "0")
+        with (
+            pytest.raises(ConfigError, match="a process group of 3 ranks, and WORLD_SIZE says 1"),
+            join("cpu"),
+        ):
+            pass
+
+
 CHECKS = (rows_arrive_in_rank_order, values_reach_every_rank, smaller_group_counts_its_own_ranks)
-CHECKS += (signal_to_one_rank_stops_all_at_the_same_step,)
+CHECKS += (signal_to_one_rank_stops_all_at_the_same_step, program_with_a_group_of_its_own_embeds_on_each_rank)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -263,6 +263,34 @@ def test_lars_refuses_the_state_of_another_network():
     with pytest.raises(ValueError, match=r"LARS: this is the state of another optimizer, without .*'eps'"):
         LARS([nn.Parameter(torch.zeros(2))], 0.1).load_state_dict(other)
 
+    without_lr, fast = own.state_dict(), own.state_dict()
+    del without_lr["param_groups"][0]["lr"]
+    fast["param_groups"][0] |= {"weight_decay": 0.5, "momentum": 5.0}
+    for other in (without_lr, fast):
+        with pytest.raises(ValueError, match=r"LARS: .*('lr'|momentum must be)"):
+            own.load_state_dict(other)
+    assert group["weight_decay"] == 0.0 and group["lr"] == 0.2
+
+
+@pytest.mark.parametrize("lars", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_lars_under_a_scaler_takes_scalars_of_any_dtype(dtype, lars):
+    scale, bias = nn.Parameter(torch.tensor(2.0, dtype=dtype)), nn.Parameter(torch.ones(2, dtype=dtype))
+    scale.grad, bias.grad = torch.full_like(scale, 8.0), torch.full_like(bias, 16.0)
+    optimizer = LARS([scale, bias], 0.5, lars=lars, trust_coefficient=1.0, eps=0.0)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    optimizer.step()
+    assert scale.shape == () and scale.item() == (1.0 if lars else 1.5)
+    assert bias.tolist() == ([0.5, 0.5] if lars else [0.0, 0.0])
+
+
+def test_lars_refuses_a_sparse_gradient_before_any_weight_moves():
+    dense, table = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 2))
+    dense.grad, table.grad = torch.ones(2), torch.eye(3, 2).to_sparse()
+    with pytest.raises(RuntimeError, match=r"LARS: the gradient of a parameter of shape \(3, 2\) is sparse"):
+        LARS([{"params": [dense]}, {"params": [table]}], 0.1).step()
+    assert torch.equal(dense, torch.ones(2))
+
 
 def test_lars_runs_a_closure_with_gradients():
     p = nn.Parameter(torch.ones(3))
@@ -303,5 +331,7 @@ def test_lars_refuses_parameters_that_fsdp_has_sharded(group):
     first = FullyShardedDataParallel(nn.Linear(4, 3), use_orig_params=True, device_id=torch.device("cpu"))
     second = fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (1,)))
     for network in (first, second):
+        own = LARS([nn.Parameter(torch.zeros(2))], 0.1)
         with pytest.raises(ValueError, match=r"LARS: .* is sharded over ranks.*DDP instead of FSDP"):
-            LARS(network.parameters(), 0.1)
+            own.add_param_group({"params": list(network.parameters())})
+        assert len(own.param_groups) == 1
