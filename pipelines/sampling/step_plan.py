@@ -85,8 +85,14 @@ class Plan:
         return int(pool[int(draw * len(pool))])
 
 
+# In a batch of 32 or more, a bad image that is no JPEG ends the process without a message (DALI 2.4 on a CPU).
+MOST_OF_ANY_KIND = 31
+
+
 class EvaluationPlan:
     """One pass over images: every image of `indices` once, in order, `batch` a step, the last batch ragged.
+
+    Where a file is no JPEG, `batch` is MOST_OF_ANY_KIND at most.
 
     A random view v of the image at position p is a pure function of (seed, role, v, p). The positions of this rank's
     `indices` begin at `first`, so ranks that share a list see the views that one rank would.
@@ -103,7 +109,10 @@ class EvaluationPlan:
         role: str = "evaluation",
         first: int = 0,
     ):
-        self.index, self.indices, self.batch = index, np.asarray(indices, np.int64), batch
+        self.index, self.indices = index, np.asarray(indices, np.int64)
+        names = map(index.name, self.indices.tolist() if index.pixels is None else ())
+        jpeg = all(name.lower().endswith((".jpg", ".jpeg")) for name in names)
+        self.batch = batch if jpeg else min(batch, MOST_OF_ANY_KIND)
         self.augmentations = tuple(augmentations)
         self.seed, self.role, self.first = seed, role, first
 

@@ -140,9 +140,16 @@ def test_check_on_a_gpu_finds_what_it_finds_on_the_cpu(tmp_path, monkeypatch):
     assert on_gpu.sizes.tolist() == on_cpu.sizes.tolist()
 
 
+def test_check_survives_a_bad_image_of_another_kind_in_a_large_batch(tmp_path, reader):
+    """DALI's decoder ends the process there."""
+    (tmp_path / "00.png").write_bytes(zoo()[1]["half.png"])
+    write_jpegs(tmp_path, 40)
+    assert [*check(image_tree(tmp_path), reader).bad] == [image_tree(tmp_path).files.index("00.png")]
+
+
 def test_check_decodes_fewer_large_images_at_a_time(tmp_path, monkeypatch):
     sizes = np.array([[9000, 9000], *[[1000, 1000]] * 40, [3000, 4000], *[[10, 10]] * 33], np.int32)
-    index = ImageIndex(tmp_path, [f"{i}.png" for i in range(75)], np.full(75, -1), (), sizes)
+    index = ImageIndex(tmp_path, [f"{i}.jpg" for i in range(75)], np.full(75, -1), (), sizes)
     batches = []
     fake_engine(monkeypatch, batches.append)
     monkeypatch.setattr(verify, "_cut_off", lambda image: None)
