@@ -58,6 +58,9 @@ class PairedStream:
         side = self.labeled_view.size
         self._no_images = torch.empty(0, 3, side, side, device=place.device)
         self._no_labels = torch.empty(0, dtype=torch.int64, device=place.device)
+        self._replaced_before: set[int] = (
+            set()
+        )  # by the stream of labeled images, where supervision is off for good
 
     def plan(self, role: str, rank: int) -> Plan:
         """Return the plan of one stream, UNLABELED or LABELED, on `rank`; no pixel is read."""
@@ -82,7 +85,9 @@ class PairedStream:
         supervised = supervised and step < self.arithmetic.supervised_steps
         if not supervised and LABELED in self._loaders:
             # Supervision is off for good: free its buffers, and give its threads to the other stream.
-            self._loaders.pop(LABELED).close()
+            ended = self._loaders.pop(LABELED)
+            ended.close()
+            self._replaced_before |= ended.replaced.keys()
             for loader in self._loaders.values():
                 loader.use_threads(self._threads_alone)
         shown = self._loaders[UNLABELED](step) if self.views else ()
@@ -104,7 +109,7 @@ class PairedStream:
     @property
     def replaced(self) -> set[int]:
         """The bad images of the index that others stand in for, as far as this rank has met them."""
-        return {i for loader in self._loaders.values() for i in loader.replaced}
+        return self._replaced_before.union(*(loader.replaced for loader in self._loaders.values()))
 
     @property
     def options(self) -> LoaderOptions:

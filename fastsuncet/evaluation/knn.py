@@ -17,6 +17,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.metrics.rankme import CHUNK, rankme
 from fastsuncet.models.resnet import Model
+from pipelines.data_errors import BadImage, DataError
 
 # Without labels, or with all, every image of known class can be a support. For ImageNet these are 1.28 million rows of
 # 2,048 floats, 10.5 GB on each GPU in the middle of a run. 50,000 rows are 0.4 GB, and all of CIFAR-10.
@@ -81,7 +82,13 @@ def online_knn(
     chosen = chosen[~np.isin(chosen, [*bad, *images.train.bad])]
     queries = np.arange(len(images.validation))
     rows = outputs(model.encoder, images.validation, queries, config, place, before_batch=before_batch)
-    columns = outputs(model.encoder, images.train, chosen, config, place, before_batch=before_batch)
+    try:
+        columns = outputs(model.encoder, images.train, chosen, config, place, before_batch=before_batch)
+    except BadImage as error:
+        known = (
+            "`fastsuncet data check CONFIG` finds all of them, and k-NN leaves out those that it has found"
+        )
+        raise DataError(f"{error}\nOr keep them: {known}") from error
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     truth = torch.from_numpy(images.validation.labels).to(place.device)
     mine = slice(place.rank, None, place.world_size)  # the ranks share the images

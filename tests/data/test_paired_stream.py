@@ -43,8 +43,9 @@ def test_unlabeled_stream_gets_the_threads_of_the_labeled_one_once_supervision_e
 
         stream(arithmetic.supervised_steps - 1)
         assert threads() == {UNLABELED: 2, LABELED: 2}
+        stream._loaders[LABELED].replaced[3] = 5
         assert len(stream(arithmetic.supervised_steps).labeled) == 0
-        assert threads() == {UNLABELED: 4}
+        assert threads() == {UNLABELED: 4} and stream.replaced == {3}
 
 
 @needs_dali

@@ -16,7 +16,8 @@ from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import knn_predict, online_knn, spread_over_classes
 from fastsuncet.evaluation.protocols import cross_validated, knn
 from fastsuncet.models.resnet import build_model
-from tests.support.colors import ALONE, MeanColor
+from pipelines.data_errors import DataError
+from tests.support.colors import ALONE, MeanColor, color_config, write_colors
 from tests.support.runs import small_config
 from tests.support.vectors import load_vectors
 
@@ -103,6 +104,15 @@ def test_spread_over_classes_is_even_over_and_within_classes(labels, most):
         assert abs(len(taken) - len(members) * min(1, most / max(1, known))) < 1
         # Gaps of floor or ceil of the spacing: they are not all from one end of the class.
         assert len(set(np.diff(taken))) <= 2
+
+
+def test_online_knn_says_how_to_leave_out_a_training_image_that_is_bad(tmp_path):
+    config = color_config(write_colors(tmp_path))
+    whole = (tmp_path / "train/b/0.png").read_bytes()
+    (tmp_path / "train/b/0.png").write_bytes(whole[: len(whole) // 2])
+    images = open_images(config, ALONE, validation=True)
+    with pytest.raises(DataError, match=r"(?s)b/0.png: .*Or keep them: `fastsuncet data check CONFIG`"):
+        online_knn(build_model("resnet_tiny"), images, config, ALONE)
 
 
 @pytest.mark.slow
