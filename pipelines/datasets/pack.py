@@ -25,8 +25,8 @@ from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
 from pipelines.datasets.image_headers import THREADS, image_size, in_threads, read_sizes, stamp
 from pipelines.datasets.index import ImageIndex, class_numbers, load_index, require_index, save_index
-from pipelines.datasets.shards import CHECKSUM, MEMBER, Scan, Shards, require_inside, scan_shard
-from pipelines.output import say_line, show_progress
+from pipelines.datasets.shards import CHECKSUM, MEMBER, PADDING, Scan, Shards, require_inside, scan_shard
+from pipelines.output import counted, first_five, say_line, show_progress
 
 INDEX = "index.npz"
 SHARD_BYTES = 1 << 30  # what a kill costs at most; ImageNet makes 142 shards
@@ -115,6 +115,11 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
         say_line(
             f"note: {len(left_out):,} images in shards are left out, such as {left_out[0]}: in WebDataset's layout an "
             "extension begins at the first dot of a name. Rename them to use them"
+        )
+    if padded := [path.name for path, scan in zip(paths, scans) if scan.zeros > PADDING]:
+        say_line(
+            f"note: {counted(len(padded), 'shard')} with over {PADDING:,} zeros at the end ({first_five(padded)}): "
+            "`tar -b` writes them, but a copy that was not finished can leave them as well"
         )
     members = np.concatenate([scan.members for scan in scans])
     members["shard"] = np.repeat(np.arange(len(paths)), [len(scan.names) for scan in scans])

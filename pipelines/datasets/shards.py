@@ -38,8 +38,8 @@ CHECKSUM = "crc32:{}"
 # What tarfile may read into memory for one member's headers. A hostile header can claim any size.
 _HEADER_BYTES = 1 << 20
 _MOST_CLASSES = 1 << 20
-# Zeros after the last member: programs fill a record of 10,240 bytes, and a copy that was not finished leaves more.
-_PADDING = 1 << 16
+# Zeros after the last member that need no note: most programs fill a record of 10,240 bytes, `tar -b` larger ones.
+PADDING = 1 << 16
 
 
 class Shards:
@@ -140,6 +140,7 @@ class Scan(NamedTuple):
     labels: np.ndarray  # int64 (n,); -1: no KEY.cls
     members: np.ndarray  # MEMBER (n,); `shard` is 0
     left_out: list[str]  # names like "a.b.jpg", which is the field "b.jpg" of the key "a"
+    zeros: int  # bytes after the last member
 
 
 def scan_shard(path: Path) -> Scan:
@@ -177,7 +178,7 @@ def scan_shard(path: Path) -> Scan:
                     images[key] = name, (0, member.offset_data, member.size, crc32)
                 elif extension.endswith(tuple(EXTENSIONS)):
                     left_out.append(name)
-            _require_end(file.fileno(), tar.offset)
+            zeros = _require_end(file.fileno(), tar.offset)
         names = [name for name, _ in images.values()]
         as_lines(names)  # raises DataError for a name that cannot be kept
     except OSError as error:
@@ -186,17 +187,18 @@ def scan_shard(path: Path) -> Scan:
         remedy = "Copy the shard here again, or write it anew"
         raise DataError(f"the shard {path} cannot be used: {error}. {remedy}") from error
     members = np.array([member for _, member in images.values()], MEMBER)
-    return Scan(names, np.array([labels.get(key, -1) for key in images], np.int64), members, left_out)
+    return Scan(names, np.array([labels.get(key, -1) for key in images], np.int64), members, left_out, zeros)
 
 
-def _require_end(file: int, end: int) -> None:
-    """Raise ValueError unless nothing but zeros follows from the byte `end` on, where tarfile saw the end of a shard.
+def _require_end(file: int, end: int) -> int:
+    """Return how many zeros follow from the byte `end` on, where tarfile saw the end; ValueError for anything else.
 
     It takes a damaged header, a lost page and the end of the first of two joined shards for the end.
     """
-    rest = _pread(file, _PADDING + 1, end)
-    if not _BLOCK <= len(rest) <= _PADDING or rest.strip(b"\0"):
+    size = os.fstat(file).st_size
+    if size - end < _BLOCK or any(_pread(file, PADDING, at).strip(b"\0") for at in range(end, size, PADDING)):
         raise ValueError(f"it is cut short, damaged, or joined with another one, after byte {end:,}")
+    return size - end
 
 
 class _HeaderReader(io.BufferedReader):

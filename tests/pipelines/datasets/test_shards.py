@@ -152,9 +152,9 @@ def lost(content: bytes, at: int, size: int) -> bytes:
         lambda shard, at: lost(shard, at, 512),
         lambda shard, at: lost(shard, at - 300, 812),  # the page begins in the image before
         lambda shard, at: shard * 2,
-        lambda shard, at: shard.rstrip(b"\0") + bytes(1 << 17),
+        lambda shard, at: shard + bytes(1 << 17) + shard,
     ],
-    ids=["header", "lost header", "page", "joined", "zeros"],
+    ids=["header", "lost header", "page", "joined", "joined behind zeros"],
 )
 def test_scan_shard_names_images_that_a_lost_page_or_a_join_would_hide(folder, damaged):
     """A block of zeros is a tar's end, so the images behind it were silently left out."""
@@ -170,6 +170,14 @@ def test_open_pack_counts_images_with_a_second_dot(tmp_path, capsys):
     tar_of(tmp_path / "a.tar", ("1.jpg", picture()), ("x.y/2.v2.jpg", picture()), ("3.left.PNG", picture()))
     assert list(open_pack(tmp_path / "a.tar").files) == ["a.tar/1.jpg"]
     assert "2 images in shards are left out, such as a.tar/x.y/2.v2.jpg" in capsys.readouterr().out
+
+
+def test_open_pack_takes_zeros_of_any_length_at_the_end(folder, capsys):
+    """`tar -b 512` fills a record of 256 KiB; a line names the shard, because an unfinished copy has such zeros too."""
+    with open(folder / "a-000.tar", "ab") as shard:
+        shard.write(bytes(1 << 18))
+    assert len(open_pack(folder)) == 5
+    assert "note: 1 shard with over 65,536 zeros at the end (a-000.tar)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
