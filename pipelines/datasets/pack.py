@@ -23,15 +23,17 @@ import numpy as np
 
 from pipelines import atomic_files
 from pipelines.data_errors import CannotWrite, DataError
+from pipelines.datasets.folders import entries
 from pipelines.datasets.image_headers import THREADS, image_size, in_threads, read_sizes, stamp
 from pipelines.datasets.index import ImageIndex, class_numbers, load_index, require_index, save_index
-from pipelines.datasets.shards import CHECKSUM, MEMBER, PADDING, Scan, Shards, require_inside, scan_shard
+from pipelines.datasets.shards import CHECKSUM, MEMBER, UNPACK, Scan, Shards, require_inside, scan_shard
 from pipelines.output import counted, first_five, say_line, show_progress
 
 INDEX = "index.npz"
 SHARD_BYTES = 1 << 30  # what a kill costs at most; ImageNet makes 142 shards
 BLOCK = 256  # files read at a time, in threads: on a network disk a file is nearly all waiting
 _HEAD = 1 << 16  # bytes of an image that nearly always hold its size
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
 _MAKE = "`fastsuncet data pack CONFIG --output FOLDER` makes one"
 
 
@@ -78,15 +80,21 @@ def open_pack(
 
 def _shard_paths(pattern: str) -> list[Path]:
     if os.path.isdir(pattern):
-        names = sorted(glob.glob(f"{glob.escape(pattern)}/*.tar")) or [f"{pattern}/*.tar"]
+        # As images, shards have their ending in any case. One that is unpacked beside its compressed file is read.
+        shards = {
+            entry.path for entry in entries(pattern) if entry.name.lower().endswith((".tar", *_COMPRESSED))
+        }
+        names = sorted(name for name in shards if os.path.splitext(name)[0] not in shards)
+        names = names or [f"{pattern}/*.tar"]
     else:
         # A file is itself, whatever its name: a[1].tar is no pattern.
         parts = () if os.path.exists(pattern) else _expanded(pattern)
         names = [name for part in parts for name in sorted(glob.glob(part)) or [part]] or [pattern]
     if missing := [name for name in names if not os.path.isfile(name)]:
         raise DataError(f"there is no pack or shard {missing[0]}: {_MAKE}")
-    if compressed := [name for name in names if name.endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))]:
-        raise DataError(f"{compressed[0]} is compressed: unpack it to a plain .tar, which is read by offset")
+    if compressed := [name for name in names if name.lower().endswith(_COMPRESSED)]:
+        others = os.path.join(os.path.dirname(compressed[0]), "*.tar")
+        raise DataError(f"{compressed[0]} is compressed: {UNPACK}, or name the other shards, as {others}")
     return [Path(os.path.abspath(name)) for name in dict.fromkeys(names)]
 
 
@@ -116,9 +124,9 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
             f"note: {len(left_out):,} images in shards are left out, such as {left_out[0]}: in WebDataset's layout an "
             "extension begins at the first dot of a name. Rename them to use them"
         )
-    if padded := [path.name for path, scan in zip(paths, scans) if scan.zeros > PADDING]:
+    if padded := [path.name for path, scan in zip(paths, scans) if scan.padded]:
         say_line(
-            f"note: {counted(len(padded), 'shard')} with over {PADDING:,} zeros at the end ({first_five(padded)}): "
+            f"note: {counted(len(padded), 'shard')} with over 64 KiB of zeros at the end ({first_five(padded)}): "
             "`tar -b` writes them, but a copy that was not finished can leave them as well"
         )
     members = np.concatenate([scan.members for scan in scans])

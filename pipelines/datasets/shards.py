@@ -38,8 +38,11 @@ CHECKSUM = "crc32:{}"
 # What tarfile may read into memory for one member's headers. A hostile header can claim any size.
 _HEADER_BYTES = 1 << 20
 _MOST_CLASSES = 1 << 20
+# How files of gzip, bzip2, xz and zstd begin.
+_COMPRESSED = re.compile(rb"\x1f\x8b|BZh\d1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd")
+UNPACK = "unpack it to a plain .tar, which is read by offset"
 # Zeros after the last member that need no note: most programs fill a record of 10,240 bytes, `tar -b` larger ones.
-PADDING = 1 << 16
+_PADDING = 1 << 16
 
 
 class Shards:
@@ -140,7 +143,7 @@ class Scan(NamedTuple):
     labels: np.ndarray  # int64 (n,); -1: no KEY.cls
     members: np.ndarray  # MEMBER (n,); `shard` is 0
     left_out: list[str]  # names like "a.b.jpg", which is the field "b.jpg" of the key "a"
-    zeros: int  # bytes after the last member
+    padded: bool  # whether more than _PADDING zeros follow the last member
 
 
 def scan_shard(path: Path) -> Scan:
@@ -148,11 +151,13 @@ def scan_shard(path: Path) -> Scan:
     images: dict[str, tuple[str, tuple[int, int, int, int]]] = {}
     labels: dict[str, int] = {}
     left_out: list[str] = []
+    remedy = "Copy the shard here again, or write it anew"
     try:
-        with (
-            _HeaderReader(io.FileIO(path)) as file,
-            tarfile.open(fileobj=file, mode="r:", errorlevel=2) as tar,
-        ):
+        with _HeaderReader(io.FileIO(path)) as file:
+            if _COMPRESSED.match(file.peek()):
+                remedy = UNPACK.capitalize()
+                raise ValueError("it is compressed")
+            tar = tarfile.TarFile(fileobj=file, errorlevel=2)
             for member in iter(tar.next, None):
                 tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue] - tarfile keeps a kilobyte of each
                 file.allowed = _HEADER_BYTES
@@ -178,16 +183,15 @@ def scan_shard(path: Path) -> Scan:
                     images[key] = name, (0, member.offset_data, member.size, crc32)
                 elif extension.endswith(tuple(EXTENSIONS)):
                     left_out.append(name)
-            zeros = _require_end(file.fileno(), tar.offset)
+            padded = _require_end(file.fileno(), tar.offset) > _PADDING
         names = [name for name, _ in images.values()]
         as_lines(names)  # raises DataError for a name that cannot be kept
     except OSError as error:
         raise DataError(f"cannot read the shard {path}: {error.strerror or error}") from error
     except (tarfile.TarError, ValueError, OverflowError, DataError) as error:
-        remedy = "Copy the shard here again, or write it anew"
         raise DataError(f"the shard {path} cannot be used: {error}. {remedy}") from error
     members = np.array([member for _, member in images.values()], MEMBER)
-    return Scan(names, np.array([labels.get(key, -1) for key in images], np.int64), members, left_out, zeros)
+    return Scan(names, np.array([labels.get(key, -1) for key in images], np.int64), members, left_out, padded)
 
 
 def _require_end(file: int, end: int) -> int:
@@ -196,7 +200,9 @@ def _require_end(file: int, end: int) -> int:
     It takes a damaged header, a lost page and the end of the first of two joined shards for the end.
     """
     size = os.fstat(file).st_size
-    if size - end < _BLOCK or any(_pread(file, PADDING, at).strip(b"\0") for at in range(end, size, PADDING)):
+    if size - end < _BLOCK or any(
+        _pread(file, _PADDING, at).strip(b"\0") for at in range(end, size, _PADDING)
+    ):
         raise ValueError(f"it is cut short, damaged, or joined with another one, after byte {end:,}")
     return size - end
 

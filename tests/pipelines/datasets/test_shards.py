@@ -1,6 +1,8 @@
 """Tar shards that another program wrote: what is read from them, and what is refused."""
 
+import bz2
 import gzip
+import lzma
 import os
 import shutil
 import tarfile
@@ -77,19 +79,24 @@ def test_open_pack_takes_patterns(folder):
     folder = folder.rename(folder.with_name("{1..3}[d]"))
     for there in (folder / "{b,c}.tar", folder):
         assert open_pack(there).pack.paths[-1].name == "{b,c}.tar"
-    (folder / "a-001.tar").rename(folder / "a-[0].tar")
+    (folder / "a-001.tar").rename(folder / "a-1.TAR")
+    (folder / "a-1.TAR.gz").write_bytes(b"")  # unpacked already
+    assert [path.name for path in open_pack(folder).pack.paths] == ["a-1.TAR", "{b,c}.tar"]
+    (folder / "a-1.TAR").rename(folder / "a-[0].tar")
     shutil.copy(folder / "{b,c}.tar", folder / "a-0.tar")
     assert open_pack(folder / "a-[0].tar").pack.paths[0].name == "a-[0].tar"
 
 
 def test_open_pack_names_what_is_missing(folder, tmp_path):
     (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "b.tar.gz").write_bytes(b"")
+    (tmp_path / "empty" / "b.tar.gz.md5").write_bytes(b"")
+    (folder / "b.TGZ").write_bytes(b"")
     for pattern, said in (
         ("shards/a-{000..002}.tar", r"no pack or shard .*a-002\.tar"),
         ("shards/a-{001..000}.tar", r"no pack or shard .*a-001\.\.000\.tar"),
         ("empty", r"no pack or shard .*empty/\*\.tar"),
-        ("empty/b.tar.gz", r"b\.tar\.gz is compressed: unpack it"),
+        ("shards/b.*", r"b\.TGZ is compressed: unpack it"),
+        ("shards", r"b\.TGZ is compressed: unpack it .* or name the other shards, as .*shards/\*\.tar"),
     ):
         with pytest.raises(DataError, match=said):
             open_pack(tmp_path / pattern)
@@ -133,11 +140,14 @@ def test_scan_shard_names_a_shard_cut_short_anywhere_or_no_tar(folder):
     path = folder / "a-000.tar"
     whole, end = path.read_bytes(), scan_shard(path).members["offset"][-1]
     lengths = (0, 100, 512, 1024, 1536, end, end + 100, len(whole.rstrip(b"\0")))
-    for content in (*(whole[:length] for length in lengths), b"no tar", gzip.compress(bytes(10240))):
+    damaged, again = (*(whole[:length] for length in lengths), b"no tar"), r".*Copy the shard here again"
+    packed = [
+        (pack(whole), r"it is compressed\. Unpack it")
+        for pack in (gzip.compress, bz2.compress, lzma.compress)
+    ]
+    for content, said in (*((content, again) for content in damaged), *packed):
         path.write_bytes(content)
-        with pytest.raises(
-            DataError, match=r"shard .*a-000\.tar cannot be used: .*Copy the shard here again"
-        ):
+        with pytest.raises(DataError, match=rf"shard .*a-000\.tar cannot be used: {said}"):
             open_pack(folder)
 
 
@@ -177,7 +187,7 @@ def test_open_pack_takes_zeros_of_any_length_at_the_end(folder, capsys):
     with open(folder / "a-000.tar", "ab") as shard:
         shard.write(bytes(1 << 18))
     assert len(open_pack(folder)) == 5
-    assert "note: 1 shard with over 65,536 zeros at the end (a-000.tar)" in capsys.readouterr().out
+    assert "note: 1 shard with over 64 KiB of zeros at the end (a-000.tar)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
