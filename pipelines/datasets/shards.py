@@ -164,7 +164,13 @@ def scan_shard(path: Path) -> Scan:
                 name = member.name.removeprefix("./")
                 if member.isdir():
                     continue
-                if not member.isreg() or member.issparse() or leaves_root(name) or member.size < 0:
+                if member.islnk() or member.issym() or member.issparse():
+                    option = (
+                        "without --sparse" if member.issparse() else "with --dereference --hard-dereference"
+                    )
+                    remedy = f"Write it anew by `tar` {option}, so that each file is whole in it"
+                    raise ValueError(f"its member {name!r} is {'sparse' if member.issparse() else 'a link'}")
+                if not member.isreg() or leaves_root(name) or member.size < 0:
                     raise ValueError(f"its member {name!r} is not a plain file below the archive's top")
                 # WebDataset's rule: the extension begins at the first dot of the last part of the path.
                 folder, _, base = name.rpartition("/")
