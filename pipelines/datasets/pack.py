@@ -107,7 +107,10 @@ def _expanded(pattern: str) -> Iterator[str]:
     options = found[1].split(",")
     if numbers := re.fullmatch(r"(\d+)\.\.(\d+)", found[1]):
         first, last = map(int, numbers.groups())
-        options = [f"{n:0{len(numbers[1])}}" for n in range(first, last + 1)] or options  # {5..0} is no range
+        options = [f"{n:0{len(numbers[1])}}" for n in range(first, last + 1)]
+    if not options or options == [found[1]]:
+        allowed = "{a,b} and {0000..0146}, from the lower number to the higher, are"
+        raise DataError(f"{found[0]} in {pattern} is neither a list nor a range: {allowed}")
     for option in options:
         yield from _expanded(pattern[: found.start()] + option + pattern[found.end() :])
 
@@ -132,7 +135,8 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
     members = np.concatenate([scan.members for scan in scans])
     members["shard"] = np.repeat(np.arange(len(paths)), [len(scan.names) for scan in scans])
     if not len(members):
-        raise DataError(f"{paths[0]} and the {len(paths) - 1} other shards hold no image (KEY.jpg, KEY.png)")
+        shards = f"{counted(len(paths), 'shard')} ({first_five([str(path) for path in paths])})"
+        raise DataError(f"no image (KEY.jpg, KEY.png) in {shards}")
     labels = np.concatenate([scan.labels for scan in scans])
     pack = Shards(paths, stamps, members)
 
