@@ -14,13 +14,11 @@ import numpy as np
 from pipelines.data_errors import LOST, DataError
 from pipelines.datasets import image_headers
 from pipelines.datasets.index import ImageIndex
-from pipelines.datasets.names import as_lines, links_out
+from pipelines.datasets.names import as_lines, links_out, passed_over
 from pipelines.output import counted, first_five, say_line
 
 # Files that a start compares with a kept index where all folders have the time that they had.
 SAMPLE = 1000
-# Folders of a NAS, a file system or an archive program: thumbnails, deleted files, what nobody may list.
-_SYSTEM = ("@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__MACOSX")
 # In place of a folder's time in ns: it cannot be found, or it is so new that another change could leave it as it is.
 UNSURE = -1
 _TICK = 2_000_000_000  # ns; the times of some file systems have steps of two seconds
@@ -30,8 +28,8 @@ def image_folder(root: str | Path, *, upright: bool = False) -> ImageIndex:
     """Return the images of ImageNet's layout: an image's class is the folder directly under `root` that it lies in.
 
     Takes .jpg .jpeg .png .webp .bmp .tif .tiff in any case, at any depth below the class folder; leaves out
-    hidden files, folders of the system (`_SYSTEM`) and files directly under `root`. Prints how many .heic and .gif
-    files it leaves out. Classes are the folders in order of their names, images are in order of their paths. With
+    what `passed_over` names and files directly under `root`. Prints how many .heic and .gif files it
+    leaves out. Classes are the folders in order of their names, images are in order of their paths. With
     `upright` they are read as their EXIF tags say, and else as they are stored.
 
     Raises DataError: no such folder, no class folder, a class without an image, a link that leads out of `root` or to
@@ -206,7 +204,7 @@ def entries(folder: str | Path) -> Iterator[os.DirEntry]:
     """Yield what is in a folder and neither hidden nor of the system. Raises DataError where it cannot be listed."""
     try:
         with os.scandir(folder) as found:
-            yield from (entry for entry in found if entry.name[0] != "." and entry.name not in _SYSTEM)
+            yield from (entry for entry in found if not passed_over(entry.name))
     except OSError as error:
         if error.errno in LOST:
             raise

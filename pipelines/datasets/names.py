@@ -8,6 +8,9 @@ import numpy as np
 from pipelines.data_errors import DataError
 from pipelines.output import counted, first_five
 
+# Folders of a NAS, a file system or an archive program: thumbnails, deleted files, what nobody may list.
+_SYSTEM = ("@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__MACOSX")
+
 
 def as_lines(names: Iterable[str]) -> np.ndarray:
     """Return names as UTF-8 lines, uint8, each with a line feed at its end: the bytes that they have on the disk.
@@ -53,6 +56,11 @@ def listed_lines(content: bytes) -> list[str]:
 def links_out(path: str | os.PathLike, root: str | os.PathLike) -> bool:
     """Return whether a path below `root` leads out of it by a link."""
     return not os.path.realpath(path).startswith(os.path.join(os.path.realpath(root), ""))
+
+
+def passed_over(name: str) -> bool:
+    """Return whether a file or folder is not looked at, wherever it lies: it is hidden or of the system."""
+    return name.startswith(".") or name in _SYSTEM
 
 
 def leaves_root(name: str) -> bool:

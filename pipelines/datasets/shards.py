@@ -25,7 +25,7 @@ import numpy as np
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import EXTENSIONS, stamp
-from pipelines.datasets.names import as_lines, leaves_root, links_out
+from pipelines.datasets.names import as_lines, leaves_root, links_out, passed_over
 
 # Where an image lies: the number of its shard, and bytes in it. Length 0: an image that was bad when it was packed.
 # crc32 of the bytes, -1 where the shard has none.
@@ -162,7 +162,9 @@ def scan_shard(path: Path) -> Scan:
                 tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue] - tarfile keeps a kilobyte of each
                 file.allowed = _HEADER_BYTES
                 name = member.name.removeprefix("./")
-                if member.isdir():
+                wild = leaves_root(name) or member.size < 0
+                hidden = any(passed_over(part) for part in name.split("/") if part != ".")
+                if member.isdir() or (hidden and not wild):
                     continue
                 if member.islnk() or member.issym() or member.issparse():
                     option = (
@@ -170,7 +172,7 @@ def scan_shard(path: Path) -> Scan:
                     )
                     remedy = f"Write it anew by `tar` {option}, so that each file is whole in it"
                     raise ValueError(f"its member {name!r} is {'sparse' if member.issparse() else 'a link'}")
-                if not member.isreg() or leaves_root(name) or member.size < 0:
+                if not member.isreg() or wild:
                     raise ValueError(f"its member {name!r} is not a plain file below the archive's top")
                 # WebDataset's rule: the extension begins at the first dot of the last part of the path.
                 folder, _, base = name.rpartition("/")

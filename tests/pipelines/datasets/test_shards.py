@@ -37,6 +37,7 @@ def folder(tmp_path) -> Path:
         ("n01_2.JPEG", picture(12)),
         ("n01_2.cls", b"0\n"),
         ("README", b"no extension"),
+        *((name, b"") for name in ("./.jpg", "._n01_1.jpg", ".h/1.jpg", "@eaDir/1.jpg", "a/__MACOSX/1.jpg")),
     )
     tar_of(
         root / "a-001.tar",
@@ -233,10 +234,11 @@ def test_scan_shard_refuses_hostile_members(tmp_path, monkeypatch, members, head
     assert os.listdir(tmp_path) == ["bad.tar"]
 
 
+@pytest.mark.parametrize("name", ["a.jpg", ".hidden"])
 @pytest.mark.parametrize("size", [-512, 1 << 62])
-def test_scan_shard_ends_on_impossible_sizes(tmp_path, size):
+def test_scan_shard_ends_on_impossible_sizes(tmp_path, size, name):
     """A size that leads back must not make a loop."""
-    member = tarfile.TarInfo("a.jpg")
+    member = tarfile.TarInfo(name)
     member.size = size
     (tmp_path / "a.tar").write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(10240))
     with pytest.raises(DataError, match=r"shard .*a\.tar"):
