@@ -121,12 +121,11 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
     require_inside(paths, root)
     stamps = np.array([stamp(path.stat()) for path in paths], np.int64)
     scans: list[Scan] = in_threads(lambda i: scan_shard(paths[i]), len(paths), f"shards in {root}")
-    left_out = [f"{path.name}/{name}" for path, scan in zip(paths, scans) for name in scan.left_out]
-    if left_out:
-        say_line(
-            f"note: {len(left_out):,} images in shards are left out, such as {left_out[0]}: in WebDataset's layout an "
-            "extension begins at the first dot of a name. Rename them to use them"
-        )
+    for why in dict.fromkeys(why for scan in scans for why in scan.left_out):
+        names = [
+            f"{path.name}/{name}" for path, scan in zip(paths, scans) for name in scan.left_out.get(why, ())
+        ]
+        say_line(f"note: {counted(len(names), 'file')} in shards left out ({first_five(names)}): {why}")
     if padded := [path.name for path, scan in zip(paths, scans) if scan.padded]:
         say_line(
             f"note: {counted(len(padded), 'shard')} with over 64 KiB of zeros at the end ({first_five(padded)}): "

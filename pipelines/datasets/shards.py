@@ -16,6 +16,7 @@ import resource
 import tarfile
 import weakref
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,7 @@ import numpy as np
 
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
-from pipelines.datasets.image_headers import EXTENSIONS, stamp
+from pipelines.datasets.image_headers import EXTENSIONS, NOT_READ, stamp
 from pipelines.datasets.names import as_lines, leaves_root, links_out, passed_over
 
 # Where an image lies: the number of its shard, and bytes in it. Length 0: an image that was bad when it was packed.
@@ -40,6 +41,9 @@ _HEADER_BYTES = 1 << 20
 _MOST_CLASSES = 1 << 20
 # How files of gzip, bzip2, xz and zstd begin.
 _COMPRESSED = re.compile(rb"\x1f\x8b|BZh\d1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd")
+# Why files are left out. "a.b.jpg" is the field "b.jpg" of the key "a".
+_SECOND_DOT = "in WebDataset's layout an extension begins at the first dot of a name. Rename them to use them"
+_OTHER_KIND = "they are of a kind that is not read: convert them to JPEG or PNG"
 UNPACK = "unpack it to a plain .tar, which is read by offset"
 # Zeros after the last member that need no note: most programs fill a record of 10,240 bytes, `tar -b` larger ones.
 _PADDING = 1 << 16
@@ -142,7 +146,7 @@ class Scan(NamedTuple):
     names: list[str]
     labels: np.ndarray  # int64 (n,); -1: no KEY.cls
     members: np.ndarray  # MEMBER (n,); `shard` is 0
-    left_out: list[str]  # names like "a.b.jpg", which is the field "b.jpg" of the key "a"
+    left_out: dict[str, list[str]]  # why -> names
     padded: bool  # whether more than _PADDING zeros follow the last member
 
 
@@ -150,7 +154,7 @@ def scan_shard(path: Path) -> Scan:
     """Read the headers of a shard. Raises DataError, with its name, if anything in it is not as it should be."""
     images: dict[str, tuple[str, tuple[int, int, int, int]]] = {}
     labels: dict[str, int] = {}
-    left_out: list[str] = []
+    left_out: defaultdict[str, list[str]] = defaultdict(list)
     remedy = "Copy the shard here again, or write it anew"
     try:
         with _HeaderReader(io.FileIO(path)) as file:
@@ -190,7 +194,9 @@ def scan_shard(path: Path) -> Scan:
                     crc32 = int(known[1], 16) if known else -1
                     images[key] = name, (0, member.offset_data, member.size, crc32)
                 elif extension.endswith(tuple(EXTENSIONS)):
-                    left_out.append(name)
+                    left_out[_SECOND_DOT].append(name)
+                elif extension.endswith(tuple(NOT_READ)):
+                    left_out[_OTHER_KIND].append(name)
             padded = _require_end(file.fileno(), tar.offset) > _PADDING
         names = [name for name, _ in images.values()]
         as_lines(names)  # raises DataError for a name that cannot be kept

@@ -178,10 +178,15 @@ def test_scan_shard_names_images_that_a_lost_page_or_a_join_would_hide(folder, d
         open_pack(path)
 
 
-def test_open_pack_counts_images_with_a_second_dot(tmp_path, capsys):
-    tar_of(tmp_path / "a.tar", ("1.jpg", picture()), ("x.y/2.v2.jpg", picture()), ("3.left.PNG", picture()))
+def test_open_pack_counts_what_is_left_out(tmp_path, capsys):
+    names = ("1.jpg", "x.y/2.v2.jpg", "3.left.PNG", "4.HEIC", "5.gif", "6.avif", "7.txt")
+    tar_of(tmp_path / "a.tar", *((name, picture()) for name in names))
     assert list(open_pack(tmp_path / "a.tar").files) == ["a.tar/1.jpg"]
-    assert "2 images in shards are left out, such as a.tar/x.y/2.v2.jpg" in capsys.readouterr().out
+    second, other = capsys.readouterr().out.splitlines()
+    assert (
+        "2 files in shards left out (a.tar/x.y/2.v2.jpg, a.tar/3.left.PNG): in WebDataset's layout" in second
+    )
+    assert "3 files in shards left out (a.tar/4.HEIC, a.tar/5.gif, a.tar/6.avif): they are of a kind" in other
 
 
 def test_open_pack_takes_zeros_of_any_length_at_the_end(folder, capsys):
