@@ -44,6 +44,7 @@ _COMPRESSED = re.compile(rb"\x1f\x8b|BZh\d1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd")
 # Why files are left out. "a.b.jpg" is the field "b.jpg" of the key "a".
 _SECOND_DOT = "in WebDataset's layout an extension begins at the first dot of a name. Rename them to use them"
 _OTHER_KIND = "they are of a kind that is not read: convert them to JPEG or PNG"
+_LABEL_ALONE = "there is no image of this key, KEY.jpg or KEY.png, in the shard"
 UNPACK = "unpack it to a plain .tar, which is read by offset"
 # Zeros after the last member that need no note: most programs fill a record of 10,240 bytes, `tar -b` larger ones.
 _PADDING = 1 << 16
@@ -198,6 +199,8 @@ def scan_shard(path: Path) -> Scan:
                 elif extension.endswith(tuple(NOT_READ)):
                     left_out[_OTHER_KIND].append(name)
             padded = _require_end(file.fileno(), tar.offset) > _PADDING
+        if alone := [f"{key.lstrip('/')}.cls" for key in labels if key not in images]:
+            left_out[_LABEL_ALONE] = alone
         names = [name for name, _ in images.values()]
         as_lines(names)  # raises DataError for a name that cannot be kept
     except OSError as error:

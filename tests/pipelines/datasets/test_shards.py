@@ -180,13 +180,14 @@ def test_scan_shard_names_images_that_a_lost_page_or_a_join_would_hide(folder, d
 
 def test_open_pack_counts_what_is_left_out(tmp_path, capsys):
     names = ("1.jpg", "x.y/2.v2.jpg", "3.left.PNG", "4.HEIC", "5.gif", "6.avif", "7.txt")
-    tar_of(tmp_path / "a.tar", *((name, picture()) for name in names))
+    tar_of(tmp_path / "a.tar", *((name, picture()) for name in names), ("2.cls", b"1"), ("x.y/2.cls", b"1"))
     assert list(open_pack(tmp_path / "a.tar").files) == ["a.tar/1.jpg"]
-    second, other = capsys.readouterr().out.splitlines()
+    second, other, label = capsys.readouterr().out.splitlines()
     assert (
         "2 files in shards left out (a.tar/x.y/2.v2.jpg, a.tar/3.left.PNG): in WebDataset's layout" in second
     )
     assert "3 files in shards left out (a.tar/4.HEIC, a.tar/5.gif, a.tar/6.avif): they are of a kind" in other
+    assert "2 files in shards left out (a.tar/2.cls, a.tar/x.y/2.cls): there is no image of this key" in label
 
 
 def test_open_pack_takes_zeros_of_any_length_at_the_end(folder, capsys):
