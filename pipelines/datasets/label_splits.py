@@ -16,6 +16,7 @@ import torch
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.names import as_lines, leaves_root, listed_lines
+from pipelines.datasets.pack import naming
 from pipelines.output import first_five, span
 
 # The lists of SimCLR's authors, which SuNCEt's reuse, named there by the share that is *not* labeled (99 and
@@ -24,7 +25,7 @@ IMAGENET_LISTS = {
     "71e82a48ba78252683ae334c4d019ebd5c6e855b9599c1389fbe83eb9549cf17": ("ImageNet 1%", 12_811),
     "6d09de11e7bdaf5b1f3b1f249b6183695f97310cdd20f0c03e7235b6b9392091": ("ImageNet 10%", 128_116),
 }
-_REMEDY = "; data.root and data.train must lead to the images the list was made for"
+_REMEDY = "data.root and data.train must lead to the images the list was made for"
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +189,7 @@ def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.
         raise DataError(f"{file} names images more than once: {first_five(twice)}")
     found = index.find(names)
     for without, what, remedy in (
-        (found < 0, f"that are not under {index.root}", _REMEDY),
+        (found < 0, f"that are not under {index.root}", f"; {naming(index) or _REMEDY}"),
         (index.labels[found] < 0, "without a label", ""),
     ):
         if some := [line for line, is_without in zip(lines, without) if is_without]:

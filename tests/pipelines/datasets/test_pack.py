@@ -17,8 +17,10 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.data.image_files import index_path, kept_index
 from pipelines.data_errors import BadImage, CannotWrite, DataError
 from pipelines.datasets import pack as module
+from pipelines.datasets.csv_labels import with_csv_labels
 from pipelines.datasets.folders import image_folder
 from pipelines.datasets.index import ImageIndex, load_index, save_index
+from pipelines.datasets.label_splits import named
 from pipelines.datasets.pack import INDEX, open_pack, write_pack
 from pipelines.datasets.shards import scan_shard
 from pipelines.verify import check
@@ -75,16 +77,34 @@ def test_views_from_a_pack_equal_those_from_files(tmp_path, reader):
             assert (files.draws(step).labels == pack.draws(step).labels).all()
 
 
-def test_a_pack_can_be_read_by_other_programs(index, pack):
+def assert_unknown(index: ImageIndex, name: str, said: str) -> None:
+    """Assert that a list and a CSV with `name`, which is no image, are refused with `said`."""
+    Path("names.txt").write_text(name)
+    Path("labels.csv").write_text(f"file,label\n{name},cat\n")
+    for refuse in (lambda: named(index, Path("names.txt")), lambda: with_csv_labels(index, "labels.csv")):
+        with pytest.raises(DataError, match=said):
+            refuse()
+
+
+def test_a_pack_can_be_read_by_other_programs(index, pack, tmp_path, monkeypatch):
     """Its shards are WebDataset's: KEY.jpg and KEY.cls side by side, which also load without the index."""
+    monkeypatch.chdir(tmp_path)
     with tarfile.open(pack / "000000.tar") as tar:
         assert tar.getnames()[:4] == ["00000000.jpg", "00000000.cls", "00000001.jpg", "00000001.cls"]
         assert tar.extractfile("00000001.jpg").read() == index.path(1).read_bytes()
+    assert_unknown(
+        open_pack(pack), "a/1.jpg", rf"the first image of the pack {pack} is called {index.name(0)}$"
+    )
+    assert_unknown(
+        open_pack(f"{pack}/*.tar"), index.name(1), rf"with data\.pack={pack} its images have the names"
+    )
     (pack / INDEX).unlink()
     foreign = open_pack(pack)
     assert foreign.labels.tolist() == index.labels.tolist()
     assert foreign.sizes.tolist() == index.sizes.tolist()
     assert foreign.name(1) == "000000.tar/00000001.jpg" and foreign.damage(1) is None
+    called = r"called SHARD\.tar/KEY\.jpg, the first one 000000\.tar/00000000\.jpg"
+    assert_unknown(foreign, index.name(1), rf"{called}$")
     shard, offset, _ = place(foreign, 1)
     damage(shard, offset)
     assert "its checksum is another" in open_pack(pack).damage(1)
@@ -264,6 +284,7 @@ def test_a_run_and_data_check_read_shards_of_another_program(here, pack, capsys)
     foreign = ("data.pack=pack", "data.validation=images")
     assert data("check", "run.yaml", *foreign) == 0
     kept = kept_index(load_config("run.yaml", foreign))
+    assert kept_index(load_config("run.yaml", [*foreign, "data.index=other.npz"])) == kept
     save_index(replace(load_index(kept), bad={2: "another decoder refuses it"}), kept)
     assert data("check", "run.yaml", *foreign) == 0
     # Its validation folder keeps its own classes.
