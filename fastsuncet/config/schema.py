@@ -236,7 +236,7 @@ class DataSection(Section):
     """cifar10, cifar100: download the images if root does not hold them"""
     split: SplitSection = SplitSection()
     index: InputPath | None = None
-    """file with the list of training images; null: one in logging.folder"""
+    """file with the list of training images below root; null: one in logging.folder, as always for those of pack"""
     pack: InputPath | None = None
     """training images as tar shards: a folder of `fastsuncet data pack`, or a pattern; null: read the files"""
     bad_images: CountOrZero = 0
