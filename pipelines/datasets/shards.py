@@ -217,9 +217,8 @@ def _require_end(file: int, end: int) -> int:
     It takes a damaged header, a lost page and the end of the first of two joined shards for the end.
     """
     size = os.fstat(file).st_size
-    if size - end < _BLOCK or any(
-        _pread(file, _PADDING, at).strip(b"\0") for at in range(end, size, _PADDING)
-    ):
+    rest = (_pread(file, _PADDING, at) for at in range(end, size, _PADDING))
+    if size - end < _BLOCK or any(part != bytes(len(part)) for part in rest):
         raise ValueError(f"it is cut short, damaged, or joined with another one, after byte {end:,}")
     return size - end
 
