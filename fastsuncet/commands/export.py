@@ -13,7 +13,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -262,8 +261,7 @@ def _write_file(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
 
 
 def _write_folder(path: Path, encoder: Encoder, record: dict[str, Any]) -> None:
-    tensors = {key: x.contiguous() for key, x in _tensors(encoder).items()}
-    payload = safetensors.torch.save(tensors, {"format": "pt"})
+    payload = format.safetensors_of(_tensors(encoder))
     texts = atomic_files.as_json(_timm_config(record)), _model_card(record).encode()
     files = dict(zip(FOLDER_FILES, (payload, *texts)))
     files[FOLDER_FILES[-1]] = _sealed(record, payload, files)

@@ -151,6 +151,7 @@ def test_format_keeps_every_bit_of_a_tensor(tmp_path):
         "NaN payloads": torch.tensor([0x7F800001, 0x7FC00001, -1], dtype=torch.int32).view(torch.float32),
         "a parameter": torch.nn.Parameter(torch.randn(3)),
     }
+    tensors["a shared layer's second name"] = tensors["a parameter"]  # timm/coat_tiny has some
     save(tmp_path, 1, model=tensors, state=tensors)
     loaded = manager.load_newest(tmp_path)
     # A channels-last momentum that came back contiguous would make every step after a resume slower.
