@@ -21,6 +21,7 @@ from fastsuncet.models.resnet import build_model
 from fastsuncet.training import initial_weights
 from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.pretraining import Pretraining
+from fastsuncet.training.step import require_norm
 from fastsuncet.training.summary import summary
 from fastsuncet.training.task import within_memory
 from fastsuncet.training.trainer import Trainer, require_finite_weights
@@ -78,6 +79,7 @@ def print_plan(config: Config, show_config: bool) -> None:
     else:
         arithmetic = config.resolve(world_size, *images.counts())
         notes += PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
+    require_norm(config, arithmetic)
     lines = summary(config, Place(0, world_size, device), images, arithmetic, None, why)
     m = config.model
     model = build_model(m.name, m.stem, *m.head, device="cpu" if m.init else "meta")

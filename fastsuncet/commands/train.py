@@ -29,6 +29,7 @@ from fastsuncet.models.resnet import width_of
 from fastsuncet.paths import typed_path
 from fastsuncet.training.determinism import resolve_precision
 from fastsuncet.training.pretraining import Pretraining
+from fastsuncet.training.step import require_norm
 from fastsuncet.training.summary import speed_on_cpu, summary
 from fastsuncet.training.trainer import Trainer
 from pipelines import atomic_files
@@ -133,6 +134,7 @@ def start(
     images = open_images(config, place, validation=evaluates, index=index)
     config, why = resolve_precision(config, place.device)
     arithmetic = config.resolve(place.world_size, *images.counts())
+    require_norm(config, arithmetic)
     meta = on_rank_0(place, lambda: manager.newest_meta(folder / manager.FOLDER)) or {}
     chosen, speed = {}, speed_on_cpu(config)
     if place.on_gpu:

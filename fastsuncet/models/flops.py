@@ -143,6 +143,20 @@ def update_macs(config: Config, arithmetic: Arithmetic, supervised: bool) -> int
     return total * 4 // 3 if len(a.pieces(supervised)) > 1 else total
 
 
+def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]:
+    """Return the shapes of the activations that BatchNorm sees on one rank, with labeled images and without."""
+    a, m, shapes = arithmetic, config.model, set()
+    for supervised in {False, a.supervised_steps > 0}:
+        for unlabeled, labeled in a.pieces(supervised):
+            for images, size in (
+                (a.large_views * unlabeled + labeled, config.data.augmentation.size),
+                (a.small_views * unlabeled, config.swav.small_size),
+            ):
+                if images:
+                    shapes |= network_cost(m.name, m.stem, size, *m.head).norm_shapes(images)
+    return sorted(shapes)
+
+
 def run_macs(config: Config, arithmetic: Arithmetic) -> int:
     """Return the multiply-adds of all forward passes of a run, over all processes."""
     on, off = arithmetic.supervised_steps, arithmetic.steps - arithmetic.supervised_steps

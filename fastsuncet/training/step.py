@@ -3,6 +3,7 @@
 Everything fast (channels-last, autocast, DDP, compile, CUDA graphs) wraps the step from outside.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from fastsuncet.config.schema import OptimizationSection
 from fastsuncet.data.paired_stream import Batch, views
 from fastsuncet.distributed.place import Place
 from fastsuncet.models import resnet
+from fastsuncet.models.flops import norm_shapes
 from fastsuncet.optim import LARS, SGD, AdamW, DeviceLR, parameter_groups
 from fastsuncet.training import methods
 from fastsuncet.training.determinism import PRECISIONS
@@ -155,14 +157,21 @@ def build(
         return model, whole, optimizer, method
     from fastsuncet.distributed.ddp import parallel
 
-    try:
-        network = parallel(whole, place, compiled=compiled, static_graph=True, blank_pass=blank)
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        text = f"must be true where each of {place.world_size} processes has one image of a size: BatchNorm needs two"
-        raise config.error("model.sync_batchnorm", text) from error
+    network = parallel(whole, place, compiled=compiled, static_graph=True, blank_pass=blank)
     return model, network, optimizer, method
+
+
+def require_norm(config: Config, sizes: Arithmetic) -> None:
+    """Raise ConfigErrors where a process has one image of a size, and BatchNorm so one value a channel."""
+    ranks = sizes.world_size
+    shared = config.model.sync_batchnorm and ranks > 1
+    if shared or not any(math.prod(shape) == shape[1] for shape in norm_shapes(config, sizes)):
+        return
+    key, text = "model.sync_batchnorm", f"true where each of {ranks} processes has one image of a size"
+    if ranks == 1:  # only labels alone: an unlabeled image has two views, and a batch two images
+        key = "criterion.supervised_imgs_per_class"
+        text = "2 or more, or criterion.classes_per_batch, in a run on labels alone"
+    raise config.error(key, f"must be {text}: BatchNorm needs two")
 
 
 def build_optimizer(o: OptimizationSection, model: nn.Module, lr: torch.Tensor) -> DeviceLR:

@@ -31,6 +31,7 @@ from fastsuncet.distributed.collectives import any_rank, broadcast_json, gather_
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
 from fastsuncet.kernels import switches
+from fastsuncet.models.flops import norm_shapes
 from fastsuncet.optim import lars_kernel
 from fastsuncet.optim.lars_kernel import APEX
 from fastsuncet.training.summary import check_memory, speed_on_cpu
@@ -92,7 +93,7 @@ def _not_norm(config: Config, arithmetic: Arithmetic) -> str | None:
         return "meta.channels_last is false"
     if not (fused or shared):
         return "model.fused_batchnorm is false, or cannot be true here"
-    return None if trials.norm_shapes(config, arithmetic) else "the network has no BatchNorm"
+    return None if norm_shapes(config, arithmetic) else "the network has no BatchNorm"
 
 
 def _not_view(config: Config, arithmetic: Arithmetic) -> str | None:
@@ -239,7 +240,7 @@ def check_int32(config: Config, arithmetic: Arithmetic, paths: Paths) -> None:
     fused = config.model.fused_batchnorm is True and paths.get("norm.cu", "not proven") is None
     if config.meta.channels_last and not fused:
         fix = "Use more GPUs, a smaller batch or criterion.micro_batch"
-        require_int32("criterion.unsupervised_batch_size", trials.norm_shapes(config, arithmetic), fix)
+        require_int32("criterion.unsupervised_batch_size", norm_shapes(config, arithmetic), fix)
 
 
 def require_int32(key: str, shapes: Iterable[tuple[int, ...]], fix: str) -> None:

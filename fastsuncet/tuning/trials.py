@@ -16,7 +16,7 @@ from fastsuncet.config import Arithmetic, Config
 from fastsuncet.kernels import switches
 from fastsuncet.losses import contrast, contrast_kernel
 from fastsuncet.models import norm_kernel
-from fastsuncet.models.flops import network_cost
+from fastsuncet.models.flops import norm_shapes
 from fastsuncet.models.resnet import build_model
 from fastsuncet.models.sync_batchnorm import RankBatchNorm, normalize_over_ranks
 from fastsuncet.optim import LARSSettings, lars_kernel
@@ -176,20 +176,6 @@ def norm(config: Config, arithmetic: Arithmetic) -> Trial:
 
     proof = partial(norm_kernel.prove, shapes=shapes, dtypes=[dtype])
     return Trial([str(dtype), {"fused": fused, "shared": shared}, shapes], proof, work)
-
-
-def norm_shapes(config: Config, arithmetic: Arithmetic) -> list[tuple[int, ...]]:
-    """Return the shapes of the activations that BatchNorm sees on one rank, with labeled images and without."""
-    a, m, shapes = arithmetic, config.model, set()
-    for supervised in {False, a.supervised_steps > 0}:
-        for unlabeled, labeled in a.pieces(supervised):
-            for images, size in (
-                (a.large_views * unlabeled + labeled, config.data.augmentation.size),
-                (a.small_views * unlabeled, config.swav.small_size),
-            ):
-                if images:
-                    shapes |= network_cost(m.name, m.stem, size, *m.head).norm_shapes(images)
-    return sorted(shapes)
 
 
 def view(config: Config, arithmetic: Arithmetic) -> Trial:

@@ -16,6 +16,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.optim import LARS
 from fastsuncet.training import step
 from fastsuncet.tuning import fast_paths
+from tests.support.methods import METHODS
 from tests.support.reports import result
 from tests.support.runs import SMALL, tiny_config
 from tests.support.runs import train as run
@@ -102,6 +103,26 @@ def test_run_that_does_not_fit_a_gpu_names_its_key_and_line(dry, tmp_path, monke
     for status in tmp_path.glob("*/status.json"):
         said = json.loads(status.read_text())
         assert said["exit_code"] == 2 and "does not fit the GPU's memory" in said["message"]
+
+
+@pytest.mark.parametrize(
+    ("processes", "method", "words", "said"),
+    [
+        (1, "labels alone, cross-entropy", "criterion.classes_per_batch=1 criterion.supervised_imgs_per_class=1",
+         "criterion.supervised_imgs_per_class=1 must be 2 or more, or criterion.classes_per_batch, in a run on labels"),
+        (2, "PAWS", "criterion.unsupervised_batch_size=2 swav.small_crops=1 model.sync_batchnorm=false",
+         "model.sync_batchnorm=false must be true where each of 2 processes has one image of a size"),
+    ],
+)  # fmt: skip
+def test_run_of_one_image_a_process_is_refused(
+    tmp_path, monkeypatch, run_cli, processes, method, words, said
+):
+    """With the key, in place of torch's error in the first step."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    keys = [*METHODS[method], *words.split(), "model.head_batchnorm=true", "optimization.warmup=0"]
+    for more in (["--dry-run"], [f"logging.folder={tmp_path}"])[: 3 - processes]:
+        error = run_cli("train digits_demo", *keys, *more, code=2)
+        assert said in " ".join(error.split())
 
 
 def test_dry_run_refuses_a_tracker_whose_package_is_missing(monkeypatch, run_cli):

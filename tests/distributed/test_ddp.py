@@ -54,12 +54,3 @@ def test_ddp_logs_no_times_after_its_first_passes(group):
 def test_ddp_takes_a_method_with_one_small_crop_an_image(group):
     """BatchNorm of one rank alone needs two rows of each size in the blank passes too."""
     build(config_of("PAWS", "swav.small_crops=1"), Place(0, 2, CPU), 10, [1] * 10)
-
-
-def test_ddp_refuses_one_image_a_process_without_shared_batchnorm(group):
-    """With the key, in place of torch's error."""
-    alone = ["criterion.unsupervised_batch_size=2", "swav.small_crops=1", "model.sync_batchnorm=false"]
-    config, place = config_of("PAWS", *alone), Place(0, 2, CPU)
-    said = r"model\.sync_batchnorm=false\n.*each of 2 processes has one image"
-    with pytest.raises(ConfigError, match=said):
-        build(config, place, 10, [1] * 10, config.resolve(2, 100))

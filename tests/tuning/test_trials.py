@@ -8,9 +8,10 @@ import torch
 
 from fastsuncet.kernels import switches
 from fastsuncet.models import norm_kernel
+from fastsuncet.models.flops import norm_shapes
 from fastsuncet.tuning import trials
 from fastsuncet.tuning.fast_paths import APEX, PATHS
-from fastsuncet.tuning.trials import Trial, norm_shapes, try_kernel
+from fastsuncet.tuning.trials import Trial, try_kernel
 from pipelines.cuda_compiler import KernelError
 from tests.support.emulated_norm import FAULTS, emulated
 from tests.support.host_kernels import on_the_host
