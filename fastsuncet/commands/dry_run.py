@@ -62,7 +62,7 @@ def print_plan(config: Config, show_config: bool) -> None:
     device = pick_device(config.meta.device, 0)
     config, why = resolve_precision(config, device)
     world_size = expected_ranks(config.meta.device)
-    place = Place(0, 1, device)
+    place, first = Place(0, 1, device), Place(0, world_size, device)  # `first` of the run
     notes: list[str] = []
     images = problem = None
     try:
@@ -78,9 +78,9 @@ def print_plan(config: Config, show_config: bool) -> None:
             raise error from None  # the config may well fit the data that are not here
     else:
         arithmetic = config.resolve(world_size, *images.counts())
-        notes += PairedStream(config, images.train, images.split.indices, arithmetic, place).notes()
+        notes += PairedStream(config, images.train, images.split.indices, arithmetic, first).notes()
     require_norm(config, arithmetic)
-    lines = summary(config, Place(0, world_size, device), images, arithmetic, None, why)
+    lines = summary(config, first, images, arithmetic, None, why)
     m = config.model
     model = build_model(m.name, m.stem, *m.head, device="cpu" if m.init else "meta")
     if m.init is not None:

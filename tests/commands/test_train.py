@@ -125,6 +125,12 @@ def test_run_of_one_image_a_process_is_refused(
         assert said in " ".join(error.split())
 
 
+def test_dry_run_prints_the_notes_of_several_processes(monkeypatch, run_cli):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plan = run_cli("train digits_demo --dry-run criterion.supervised_imgs_per_class=20")
+    assert "fewer labeled images than the 20 a batch takes: several ranks take the same image" in plan
+
+
 def test_dry_run_refuses_a_tracker_whose_package_is_missing(monkeypatch, run_cli):
     monkeypatch.setitem(sys.modules, "wandb", None)
     error = run_cli("train digits_demo --dry-run logging.wandb=project", code=2)
