@@ -103,7 +103,7 @@ def arithmetic(
         few = f"must be at most {num_classes}: that many classes have a labeled image"
         if num_classes == 1:
             few = "needs labels of 2 classes or more, and only 1 class has a labeled image: label images of another one"
-            few += ", or write criterion.supervised_epochs: 0" if c.instance not in ("none", "paws") else ""
+            few += ", or write criterion.supervised_epochs: 0" if not c.needs_labels else ""
         wrong("criterion.classes_per_batch", few)
     key, kind, batch, there = batch_key, "images", unlabeled, num_images
     if labels_alone:

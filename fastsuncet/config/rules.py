@@ -84,10 +84,10 @@ def broken(config: Sections) -> list[Problem]:
 
     # ---- batches and supervision
     c, epochs = config.criterion, config.criterion.supervised_epochs
+    off = "" if c.needs_labels else "; or write supervised_epochs: 0 for no supervision"
     if split.kind == "none" and c.supervised:
         text = f"none leaves no labeled image, and criterion.supervised_epochs is {epochs}"
-        choice = "choose names, bernoulli, stratified, all or csv, or write supervised_epochs: 0 for SimCLR"
-        wrong("data.split.kind", f"{text}; {choice}")
+        wrong("data.split.kind", f"{text}; choose names, bernoulli, stratified, all or csv{off}")
     size = c.unsupervised_batch_size
     if (c.instance == "none") != (size == 0) or size == 1:
         text = f"must be 2 or more, or 0 with criterion.instance: none, and that is {c.instance}"
@@ -100,13 +100,13 @@ def broken(config: Sections) -> list[Problem]:
             if c.contrasts_labels:
                 why = f"criterion.supervision {c.supervision} contrasts classes, and images of one class"
             text = f"must be {least} or more while criterion.supervised_epochs is {epochs}: {why}"
-            wrong(key, f"{text}. For SimCLR alone write supervised_epochs: 0")
-    if c.instance in ("none", "paws") and epochs != "all":
+            wrong(key, f"{text}{off}")
+    if c.needs_labels and epochs != "all":
         text = f"must be all while criterion.instance is {c.instance}, not {epochs}"
         wrong("criterion.supervised_epochs", f"{text}: without labeled images no loss is left")
     if c.supervision == "none" and c.instance != "paws":
         text = f"none is only with criterion.instance: paws, and that is {c.instance}"
-        wrong("criterion.supervision", f"{text}; for no supervision write supervised_epochs: 0")
+        wrong("criterion.supervision", f"{text}; choose a loss of labeled images{off}")
     if c.labeled_share is not None and epochs in (0, "all", "plateau"):
         text = f"keeps the passes through the labels that criterion.supervised_epochs makes, and that is {epochs}"
         wrong("criterion.labeled_share", f"{text}; write a number of epochs there, or remove labeled_share")

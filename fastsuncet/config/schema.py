@@ -383,6 +383,11 @@ class CriterionSection(Section):
         return self.supervised_epochs != 0
 
     @property
+    def needs_labels(self) -> bool:
+        """Whether no loss is left without labeled images."""
+        return self.instance in ("none", "paws")
+
+    @property
     def contrasts(self) -> bool:
         """Whether a loss compares pairs (losses/contrast.py)."""
         return self.instance == "nt_xent" or self.contrasts_labels

@@ -33,6 +33,13 @@ def test_messages_all_at_once():
     assert refusal(text.replace("1.0", '"1.0"'), "meta.precision=fp15", "optimization.momentum") == expected
 
 
+@pytest.mark.parametrize("instance", ["none", "paws"])
+def test_messages_switch_off_no_method_that_needs_labels(instance):
+    keys = [f"criterion.instance={instance}", "criterion.supervision=none", "criterion.supervised_epochs=all"]
+    found = refusal(GOOD, *keys, "criterion.classes_per_batch=0")
+    assert "needs labeled images" in found and "all or csv" in found and "supervised_epochs: 0" not in found
+
+
 def test_messages_control_characters_and_long_values():
     message = refusal(GOOD, "logging.folder=\x1b[2J", f"meta.seed={'9' * 1000}")
     assert "\x1b" not in message
