@@ -99,7 +99,12 @@ def arithmetic(
     if per_class < 2 and c.contrasts_labels:
         text = "is 1 image of a class over all processes, which has no positive; at least 2 are needed"
         wrong(class_key, text)
-    if num_classes is not None and classes > num_classes:
+    if num_classes == 0 and classes:
+        key, fix = "kind", "choose another"
+        if config.data.split.kind == "bernoulli":
+            key, fix = "fraction", "raise it"
+        wrong(f"data.split.{key}", f"selects no labeled image: {fix}, or label more images")
+    elif num_classes is not None and classes > num_classes:
         few = f"must be at most {num_classes}: that many classes have a labeled image"
         if num_classes == 1:
             few = "needs labels of 2 classes or more, and only 1 class has a labeled image: label images of another one"

@@ -59,8 +59,9 @@ def open_images(config: Config, place: Place, *, validation: bool, index: ImageI
         text = "an evaluation needs labels, and images reads none. Use image_folder, or csv with data.csv"
         raise config.error("data.kind", text)
     train = rank_0_first(place, lambda first: _open(config, train=True, scan=first, index=index))
-    with config.naming("data.split.file" if config.data.split.file else "data.split.kind"):
-        split = on_every_rank(lambda: labeled_split(train, **dict(config.data.split)))
+    asked = dict(config.data.split)
+    with config.naming(f"data.split.{next((key for key in ('file', 'images') if asked[key]), 'kind')}"):
+        split = on_every_rank(lambda: labeled_split(train, **asked))
     images = Images(train, split, None)
     if isinstance(config.data.validation, float) or config.data.validation_table:
         with config.naming("data.validation"):

@@ -60,6 +60,8 @@ PART = "criterion.labeled_share="
          "criterion.classes_per_batch=20 must be at most 10: that many classes have a labeled image"),
         ((f"{EACH}7", f"{ON}all", "criterion.classes_per_batch=960"), (256, IMAGENET, 1000),
          "7 of each of 960 classes cannot be shared by 256. Either make it 4 or 8, or use 240 or 280 processes"),
+        (("data.split.kind=bernoulli", "data.split.fraction=1e-4", f"{EACH}2", f"{ON}1"), (1, IMAGENET, 0),
+         "command line: data.split.fraction=1e-4 selects no labeled image"),
         ((f"{EACH}2", f"{ON}1"), (1, IMAGENET, 1), "only 1 class has a labeled image: label images of another one, or"),
         ((), (1, 255), "run.yaml:6: criterion.unsupervised_batch_size: 256 a batch of 256 images over all processes"),
         ((*ALONE, f"{EACH}40"), (1, IMAGENET, 20, 799), "a batch of 800 labeled images over all processes is larger"),

@@ -232,6 +232,8 @@ def test_file_that_is_no_index_is_never_replaced(here, capsys, command, make):
         ("data.max_megapixels=4e-5", 3, "3 images | 1.jpg: 8 x 6 pixels, more than data.max_megapixels"),
         ("criterion.supervised_epochs=all data.split.kind=all", 2,
          "supervised_epochs=all | must be 0 with data.kind: images, which reads no labels; use csv | be none with"),
+        ("data.kind=digits data.root=null data.split.kind=stratified data.split.images=9999", 3,
+         "to the 1442 images with a label, not 9999 | command line: data.split.images=9999"),
         ("data.kind=synthetic data.root=null data.synthetic.size=2048", 3,
          "too many to hold in memory | command line: data.synthetic.size=2048"),
     ],
