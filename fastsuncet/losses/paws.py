@@ -65,8 +65,9 @@ def paws(
         temperature: above 0; PAWS's is 0.1.
         sharpen: T, above 0 and up to 1; PAWS's is 0.25.
         smoothing: of the supports' labels, from 0 to below 1; PAWS's is 0.1.
-        prior: (S,) floating above 0, the wanted share of each support's class, in any unit; it is scaled to sum to 1
-            over the classes of the step. me_max then is sum_k m_k log(m_k / (C prior_k)). None: all classes alike.
+        prior: (S,) floating above 0, not checked: 0 gives inf. The wanted share of each support's class, in any
+            unit; it is scaled to sum to 1 over the classes of the step. me_max then is
+            sum_k m_k log(m_k / (C prior_k)). None: all classes alike.
         classes: C, or more: how many columns there are. None: a CPU counts the classes; on a GPU the host would have to
             wait for the count, so there are as many columns as supports, at the price of a wider product.
         group: the ranks whose images are taken together; None for the default one, or this process alone.
