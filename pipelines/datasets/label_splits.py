@@ -16,7 +16,6 @@ import torch
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.names import as_lines, leaves_root, listed_lines
-from pipelines.datasets.pack import naming
 from pipelines.output import first_five, span
 
 # The lists of SimCLR's authors, which SuNCEt's reuse, named there by the share that is *not* labeled (99 and
@@ -188,14 +187,15 @@ def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{file} names images more than once: {first_five(twice)}")
     found = index.find(names)
-    for without, what, remedy in (
-        (found < 0, f"that are not under {index.root}", f"; {naming(index) or _REMEDY}"),
-        (index.labels[found] < 0, "without a label", ""),
-    ):
-        if some := [line for line, is_without in zip(lines, without) if is_without]:
-            raise DataError(
-                f"{file} names {len(some)} images (of {len(lines)}) {what}: {first_five(some)}{remedy}"
-            )
+    if absent := [line for line, i in zip(lines, found.tolist()) if i < 0]:
+        from pipelines.datasets.pack import naming  # not above: it is needed for a message alone
+
+        what = f"{len(absent)} images (of {len(lines)}) that are not under {index.root}: {first_five(absent)}"
+        raise DataError(f"{file} names {what}; {naming(index) or _REMEDY}")
+    if without := [line for line, label in zip(lines, index.labels[found].tolist()) if label < 0]:
+        raise DataError(
+            f"{file} names {len(without)} images (of {len(lines)}) without a label: {first_five(without)}"
+        )
     return np.sort(found), IMAGENET_LISTS.get(digest, (f"{file.name}, sha256 {digest[:12]}",))[0]
 
 
