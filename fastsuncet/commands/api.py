@@ -280,9 +280,9 @@ def embed(
     `encoder` can be a path that `load_encoder` takes. `images` is a folder, files, or pixels (N, H, W, 3) uint8, whose
     names are "0", "1", ... Computed on the encoder's device and in its dtype without gradients, with the code of
     `fastsuncet evaluate`: the center crop `view` (by default `encoder.view`) and BatchNorm in eval mode; torch's
-    switches, such as TF32 on a GPU, stay the caller's. `fastsuncet embed` turns TF32 off, writes a file and can be
-    continued. Raises ConfigError for an encoder without a view, DataError for no images or a bad one. With `skip_bad`
-    its features are NaN, if another image is good.
+    switches, such as TF32 on a GPU, stay the caller's, and each rank of a caller's program embeds for itself.
+    `fastsuncet embed` turns TF32 off, writes a file and can be continued. Raises ConfigError for an encoder without a
+    view, DataError for no images or a bad one. With `skip_bad` its features are NaN, if another image is good.
     """
     _require_positive("batch", batch)
     encoder = encoder if isinstance(encoder, nn.Module) else load_encoder(encoder)
