@@ -58,9 +58,8 @@ class PairedStream:
         side = self.labeled_view.size
         self._no_images = torch.empty(0, 3, side, side, device=place.device)
         self._no_labels = torch.empty(0, dtype=torch.int64, device=place.device)
-        self._replaced_before: set[int] = (
-            set()
-        )  # by the stream of labeled images, where supervision is off for good
+        # By the stream of labeled images, once supervision is off for good.
+        self._replaced_before: set[int] = set()
 
     def plan(self, role: str, rank: int) -> Plan:
         """Return the plan of one stream, UNLABELED or LABELED, on `rank`; no pixel is read."""

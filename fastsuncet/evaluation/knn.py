@@ -85,10 +85,9 @@ def online_knn(
     try:
         columns = outputs(model.encoder, images.train, chosen, config, place, before_batch=before_batch)
     except BadImage as error:
-        known = (
-            "`fastsuncet data check CONFIG` finds all of them, and k-NN leaves out those that it has found"
-        )
-        raise DataError(f"{error}\nOr keep them: {known}") from error
+        raise DataError(
+            f"{error}\nOr run `fastsuncet data check CONFIG`: k-NN leaves out what it finds"
+        ) from error
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     truth = torch.from_numpy(images.validation.labels).to(place.device)
     mine = slice(place.rank, None, place.world_size)  # the ranks share the images

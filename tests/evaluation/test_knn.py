@@ -111,7 +111,7 @@ def test_online_knn_says_how_to_leave_out_a_training_image_that_is_bad(tmp_path)
     whole = (tmp_path / "train/b/0.png").read_bytes()
     (tmp_path / "train/b/0.png").write_bytes(whole[: len(whole) // 2])
     images = open_images(config, ALONE, validation=True)
-    with pytest.raises(DataError, match=r"(?s)b/0.png: .*Or keep them: `fastsuncet data check CONFIG`"):
+    with pytest.raises(DataError, match=r"(?s)b/0.png: .*Or run `fastsuncet data check CONFIG`: k-NN leaves"):
         online_knn(build_model("resnet_tiny"), images, config, ALONE)
 
 
