@@ -67,9 +67,8 @@ def encode(model: dict[str, Tensor], state: dict[str, Any]) -> dict[str, bytes]:
 
 def safetensors_of(tensors: dict[str, Tensor]) -> bytes:
     """Return the content of a safetensors file. A tensor with two names is written twice: networks can share layers."""
-    copies = {
-        name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()
-    }
+    own = {"copy": True, "memory_format": torch.contiguous_format}
+    copies = {name: x.detach().to("cpu", **own) for name, x in tensors.items()}
     return safetensors.torch.save(copies, {"format": "pt"})
 
 
