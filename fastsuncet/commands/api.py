@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 def kept_switches() -> Iterator[None]:
     """Compute in float32, and restore torch's switches at the end."""
     # TF32 has a second switch. Where a program has used it, the first cannot be read.
-    mkldnn: Any = torch.backends.mkldnn  # torch's stubs know few of these switches
-    newer = (torch.backends, cudnn, cast("Any", cudnn).conv, cast("Any", cudnn).rnn, cuda.matmul)
-    newer += (mkldnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    backends: Any = torch.backends  # torch's stubs know few of these switches
+    dnn, mkl = backends.cudnn, backends.mkldnn
+    newer = (backends, dnn, dnn.conv, dnn.rnn, cuda.matmul, mkl, mkl.matmul, mkl.conv, mkl.rnn)
     owners = [
         *((owner, "fp32_precision") for owner in newer),
         *((cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")),
