@@ -45,6 +45,8 @@ _COMPRESSED = re.compile(rb"\x1f\x8b|BZh\d1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd")
 _SECOND_DOT = "in WebDataset's layout an extension begins at the first dot of a name. Rename them to use them"
 _OTHER_KIND = "they are of a kind that is not read: convert them to JPEG or PNG"
 _LABEL_ALONE = "there is no image of this key, KEY.jpg or KEY.png, in the shard"
+# The options of tar against members without their content.
+_WHOLE = {"sparse": "without --sparse", "a link": "with --dereference --hard-dereference"}
 UNPACK = "unpack it to a plain .tar, which is read by offset"
 # Zeros after the last member that need no note: most programs fill a record of 10,240 bytes, `tar -b` larger ones.
 _PADDING = 1 << 16
@@ -171,12 +173,10 @@ def scan_shard(path: Path) -> Scan:
                 hidden = any(passed_over(part) for part in name.split("/") if part != ".")
                 if member.isdir() or (hidden and not wild):
                     continue
-                if member.islnk() or member.issym() or member.issparse():
-                    option = (
-                        "without --sparse" if member.issparse() else "with --dereference --hard-dereference"
-                    )
-                    remedy = f"Write it anew by `tar` {option}, so that each file is whole in it"
-                    raise ValueError(f"its member {name!r} is {'sparse' if member.issparse() else 'a link'}")
+                linked = member.islnk() or member.issym()
+                if kind := "sparse" if member.issparse() else "a link" if linked else "":
+                    remedy = f"Write it anew by `tar` {_WHOLE[kind]}, so that each file is whole in it"
+                    raise ValueError(f"its member {name!r} is {kind}")
                 if not member.isreg() or wild:
                     raise ValueError(f"its member {name!r} is not a plain file below the archive's top")
                 # WebDataset's rule: the extension begins at the first dot of the last part of the path.
