@@ -114,9 +114,10 @@ def cores() -> int:
     return count if quota == "max" else max(1, min(count, int(quota) // int(period)))
 
 
-def processes_here() -> int:
-    """Return how many processes of the run share this machine, as its launcher says; 1 where it does not."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def processes_here(unknown: int = 1) -> int:
+    """Return how many processes of the run share this machine, as its launcher says; `unknown` where it does not."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else unknown
 
 
 def cores_of_process() -> int:

@@ -79,7 +79,8 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
         with RunStatus(folder / "status.json", place).recording(lambda: trainer.step):
             if any_rank(signals.requested is not None):
                 asked = signals.requested or "another rank"
-                raise Preempted(f"{asked}: stopped before the first step; the same command starts it")
+                stands = f"step {trainer.step + 1:,}" if trainer.step else "the first step"
+                raise Preempted(f"{asked}: stopped before {stands}; the same command starts it")
             # A notebook would hold what was read ahead on the GPU, after an error in its traceback.
             with closing(trainer.task.stream):
                 trainer.run(signals)

@@ -143,7 +143,7 @@ class Heartbeat:
         behind = silent or {number for number in found if found[number][0] == min(found.values())[0]}
         names = []
         for number in sorted(behind)[:SHOWN]:
-            what = "has not begun"
+            what = "no sign of life yet"
             if len(found[number]) > 1:
                 _, step, point, where, _ = found[number]
                 gone = "no sign of life; last seen where it " if number in silent else ""

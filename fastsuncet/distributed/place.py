@@ -230,8 +230,8 @@ def _group(place: Place, timeout: int) -> Iterator[None]:
                 f"WORLD_SIZE is {world_size}, and the environment variable {name} is missing: start with torchrun or "
                 "srun, or unset WORLD_SIZE for one process"
             )
-    if _number("MASTER_PORT", 0) > 65_535:
-        raise ConfigError(f"MASTER_PORT is {os.environ['MASTER_PORT']}, and a port is at most 65535")
+    if not 0 < _number("MASTER_PORT", 0) < 65_536:
+        raise ConfigError(f"MASTER_PORT is {os.environ['MASTER_PORT']}, and a port is from 1 to 65535")
     others, where = counted(world_size - 1, "other rank"), "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
     awaited = (
         f"[rank {rank}] waiting for {others} at {where}, {START.total_seconds() / 60:.0f} minutes at most. Each rank "
@@ -289,7 +289,5 @@ def explain_error(error: BaseException) -> BaseException:
         what = "a rank did not come for longer than meta.timeout"
         if "trying to connect" in text:
             what = "nothing answers at MASTER_ADDR and MASTER_PORT, where rank 0's process or torchrun's agent must be"
-        return HungError(
-            f"{what} ({text.splitlines()[0]}). The same command continues from the newest checkpoint"
-        )
+        return HungError(f"{what} ({text.splitlines()[0]}). The same command continues from what was saved")
     return error

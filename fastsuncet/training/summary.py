@@ -1,6 +1,5 @@
 """The lines that are printed when a run starts, and by --dry-run instead of starting."""
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from fastsuncet.metrics.interval import memory_of
 from fastsuncet.models.flops import Memory, memory_estimate, petaflops, run_macs, update_macs, view_macs
 from fastsuncet.training import methods
 from fastsuncet.versions import dali
-from pipelines.backend import dali_problem
+from pipelines.backend import dali_problem, processes_here
 from pipelines.output import counted
 
 
@@ -136,7 +135,7 @@ def memory_note(config: Config, place: Place, arithmetic: Arithmetic, sizes: np.
     # A GPU holds what DALI decodes there, and nothing of what torchvision has read ahead.
     by_cpu = place.on_gpu and (config.data.backend == "torchvision" or dali_problem() is not None)
     memory, who = memory_of(place.device), "the GPU" if place.on_gpu else "this machine"
-    here = 1 if place.on_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", arithmetic.world_size))
+    here = 1 if place.on_gpu else processes_here(arithmetic.world_size)
     less = here * (step.total + (0 if by_cpu else feed)) > memory
     advice = ", WHICH IS LESS: set criterion.micro_batch, or lower the batch (docs/speed.md)" if less else ""
     return (

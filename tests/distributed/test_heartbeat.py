@@ -97,8 +97,8 @@ def test_heartbeat_names_a_rank_that_never_posted_from_the_first_line_on(hearts)
     (one, said, ended), _ = hearts
     with one:
         wait_for_end(ended)
-    assert "waiting for rank 1 (has not begun); meta.timeout ends the job after 2 s" in said[0]
-    assert "waiting for rank 1 (has not begun). Nothing was saved" in str(ended[0])
+    assert "waiting for rank 1 (no sign of life yet); meta.timeout ends the job after 2 s" in said[0]
+    assert "waiting for rank 1 (no sign of life yet). Nothing was saved" in str(ended[0])
 
 
 def test_heartbeat_of_ranks_that_make_steps_says_nothing(hearts):

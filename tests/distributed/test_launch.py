@@ -127,7 +127,7 @@ def test_explain_error_of_another_rank_the_machine_and_any_other():
         ({"RANK": "x"}, "variable RANK is 'x', not a number"),
         ({"RANK": "0", "WORLD_SIZE": "-2"}, "variable WORLD_SIZE is '-2'"),
         ({**MEETING, "MASTER_ADDR": ""}, "variable MASTER_ADDR is missing"),
-        ({**MEETING, "MASTER_PORT": "91234"}, "at most 65535"),
+        *(({**MEETING, "MASTER_PORT": port}, "a port is from 1 to 65535") for port in ("0", "91234")),
         ({**TASK, "SLURM_NTASKS": ""}, "variable SLURM_NTASKS is ''"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "RANK is 0, and WORLD_SIZE is 0"),
         (TASK, "variable SLURM_LOCALID is missing"),

@@ -56,6 +56,8 @@ def test_imports_of_pipelines_need_no_dali():
         (64, "50000 100000\n", {}, 1, 1),  # half a core is still one thread
         (64, "what is this\n", {}, 64, 16),
         (32, None, {"LOCAL_WORLD_SIZE": "8"}, 32, 4),
+        (4, None, {"LOCAL_WORLD_SIZE": ""}, 4, 4),
+        (4, None, {"LOCAL_WORLD_SIZE": "0"}, 4, 4),
         (2, None, {"LOCAL_WORLD_SIZE": "4"}, 2, 1),
         # A Slurm task that is bound to its share of the node, one that is not, and torchrun's in a task for the node.
         (8, None, {"LOCAL_WORLD_SIZE": "8", "SLURM_CPUS_ON_NODE": "64"}, 8, 8),
