@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from fastsuncet.distributed.collectives import broadcast_json, gather_json
 from fastsuncet.distributed.place import Place, explain_error
-from fastsuncet.errors import CheckpointError, ConfigError, NumericalError, Preempted
+from fastsuncet.errors import CheckpointError, ConfigError, FastSuncetError, NumericalError, Preempted
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.output import say_line
@@ -44,7 +44,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
     return cast(T, value)
 
 
-def require_same(values: Mapping[str, Any], kind: type[ConfigError] | type[DataError]) -> None:
+def require_same(values: Mapping[str, Any], kind: type[FastSuncetError] | type[DataError]) -> None:
     """Raise an error of `kind` on every rank, which names the first of `values` that differs, with its ranks and hosts.
 
     Ranks that were not started alike would each train a network of their own, and no collective would notice: a config
@@ -59,7 +59,7 @@ def require_same(values: Mapping[str, Any], kind: type[ConfigError] | type[DataE
                 f"the ranks were not started alike. {key}{more}:\n"
                 f"  {shown(ours.get(key))} on rank 0, host {host}\n"
                 f"  {shown(theirs.get(key))} on rank {rank}, host {there}\n"
-                "Start every rank with the same command, config, lists, program and versions"
+                "Start every rank with the same command, config, lists, weights, program and versions"
             )
 
 

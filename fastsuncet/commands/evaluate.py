@@ -14,7 +14,7 @@ from fastsuncet.data.learned_labels import learned, left_to_judge
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation import scoring
 from fastsuncet.evaluation.confusion import write_with_picture, written
-from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
+from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_on_every_rank, load_unless_gone
 from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.protocols import accuracy, cross_validated, knn, linear, npi
 from fastsuncet.metrics.results import FOLDER, send_results
@@ -54,7 +54,7 @@ def evaluate(
     # Nothing is resumed, so there is no status to read after a signal.
     with as_rank(config, arguments) as place:
         chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
-        first = load_encoder(chosen[0], config)
+        first = load_on_every_rank(place, chosen[0], config)
         # A wrong file or folder is refused before a million images are opened.
         _network(first, kind, config)
         on_rank_0(place, lambda: require_writable(config.run_folder / FOLDER / "result.json"))

@@ -14,7 +14,7 @@ from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images, validates
 from fastsuncet.data.learned_labels import learned, left_to_judge
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_encoder, load_unless_gone
+from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_on_every_rank, load_unless_gone
 from fastsuncet.evaluation.finetuning.job import FineTuningJob, accuracy_table, resolve_sizes
 from fastsuncet.evaluation.finetuning.record import sizes
 from fastsuncet.evaluation.scoring import labeled, true_labels
@@ -41,7 +41,7 @@ def finetune(
     status = config.run_folder / "finetune" / ".preempted.json"
     with as_stoppable_rank(config, arguments, status) as (config, place, signals):
         chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
-        first = load_encoder(chosen[0], config)
+        first = load_on_every_rank(place, chosen[0], config)
         images = open_images(config, place, validation=validates(config))
         if images.held_out is not None:
             true_labels(images, place)  # one without a label is refused

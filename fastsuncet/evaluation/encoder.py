@@ -4,6 +4,7 @@ An export is a file and a JSON, named by `record_path`, that says what network i
 """
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.checkpoint.format import META, MODEL, LoadedCheckpoint, record_path
-from fastsuncet.checkpoint.run_folder import on_every_rank, on_rank_0
+from fastsuncet.checkpoint.run_folder import on_every_rank, on_rank_0, require_same
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.config.schema import TIMM
 from fastsuncet.distributed.place import Place
@@ -131,13 +132,21 @@ def choose_on_one_rank(place: Place, where: Path, step: int | None, every: bool)
     return [Path(path) for path in found]
 
 
-def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None:
-    """Return the encoder in `path`, or None on every rank where a run that still trains has deleted it.
+def load_on_every_rank(place: Place, path: Path, config: Config) -> Encoder:
+    """Return the encoder in `path`, the same on every rank: a path can lead to each machine's own disk.
 
-    Collective. Raises on all ranks what loading raises on any of them.
+    Collective. Raises on all ranks what loading raises on any of them, and ConfigError for other weights.
     """
+    encoder = on_every_rank(lambda: load_encoder(path, config))
+    if place.world_size > 1:
+        require_same({f"the weights in {path}": module_digest(encoder.module)}, ConfigError)
+    return encoder
+
+
+def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None:
+    """Do as `load_on_every_rank`, but return None on every rank where a run that still trains has deleted `path`."""
     try:
-        return on_every_rank(lambda: load_encoder(path, config))
+        return load_on_every_rank(place, path, config)
     except FastSuncetError:
         if on_rank_0(place, path.exists):
             raise
@@ -185,6 +194,16 @@ def _encoder(
     known["classifier"] = None if weights.classifier is None else linear_layer(*weights.classifier)
     width = width_of(weights.name)
     return Encoder(module, width, weights.name, weights.stem, source, head=weights.head, **known)
+
+
+def module_digest(module: nn.Module) -> str:
+    """Return the sha256 of a module's names, shapes and values."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        values = tensor.detach().cpu().contiguous().numpy()
+        digest.update(f"{name} {values.dtype} {values.shape}\n".encode())
+        digest.update(values.tobytes())
+    return digest.hexdigest()
 
 
 def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from fastsuncet.checkpoint import format, manager
-from fastsuncet.checkpoint.run_folder import RunStatus, on_every_rank, on_rank_0, require_run_folder
+from fastsuncet.checkpoint.run_folder import (
+    RunStatus,
+    on_every_rank,
+    on_rank_0,
+    require_run_folder,
+    require_same,
+)
 from fastsuncet.distributed.collectives import StopConsensus, gather_json
 from fastsuncet.distributed.heartbeat import Heartbeat, end_hung
 from fastsuncet.distributed.place import Place
@@ -318,7 +324,11 @@ class Trainer(Generic[Task]):
             if path is None:
                 self.task.begin()
             else:
-                self._continue_from(loaded or manager.load(path))
+                # Where each machine has a logging.folder of its own, ranks would go on with different weights.
+                loaded = on_every_rank(lambda: loaded or manager.load(path))
+                files = loaded.meta["files"].items()
+                require_same({f"{path}/{name}": file["sha256"] for name, file in files}, CheckpointError)
+                self._continue_from(loaded)
         # ValueError: the optimizer's, whose parameters another version grouped otherwise.
         except (KeyError, ValueError) as error:
             why = f"has no {error}" if isinstance(error, KeyError) else f"does not fit ({error})"

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -10,13 +12,15 @@ import torch
 import torchvision
 
 from fastsuncet.checkpoint import manager
-from fastsuncet.config import load_config
+from fastsuncet.config import Config, load_config
+from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
-from fastsuncet.evaluation.encoder import choose, load_encoder
+from fastsuncet.evaluation.encoder import choose, load_encoder, load_on_every_rank
 from fastsuncet.models.pretrained_weights import read_weights_of
 from fastsuncet.models.resnet import build_model
 from tests.support.checkpoints import HARMS, save_model
 from tests.support.exports import IMAGES, built
+from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS
 
 
@@ -44,6 +48,21 @@ def test_load_encoder_takes_a_run_its_checkpoints_or_one_of_them(tmp_path, confi
         assert all(p.requires_grad for p in encoder.module.parameters())
         json.dumps(encoder.record())
     assert [path.name for path in choose(tmp_path, step=10)] == ["step_00000010"]
+
+
+def on_disks_of_their_own(rank: int, world_size: int, folder: Path, config: Config) -> None:
+    os.chdir(folder / str(rank))
+    with pytest.raises(ConfigError, match=r"not started alike\. the weights in run:"):
+        load_on_every_rank(Place(rank, world_size, torch.device("cpu")), Path("run"), config)
+
+
+@pytest.mark.slow
+def test_ranks_that_read_different_weights_are_refused(tmp_path, config):
+    model = built()
+    for rank in range(2):
+        save_model(tmp_path / str(rank) / "run", config, model, 10)
+        next(model.parameters()).data.neg_()
+    run_ranks(on_disks_of_their_own, 2, tmp_path, config)
 
 
 def test_load_encoder_refuses_other_pixels_than_the_runs(tmp_path, config):

@@ -1,5 +1,6 @@
 """A run that was stopped and continued is the run that was not, to the bit: weights, momentum, metrics, pixels."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -211,6 +212,9 @@ def on_two_ranks(rank: int, world_size: int, folder: Path) -> dict:
             with pytest.raises(CheckpointError, match=said):
                 train(tiny_config(folder / name, *words))
     train(tiny_config(folder / "of two", FIVE), stop_at=2)
+    os.chdir(folder / f"own{rank}")
+    with pytest.raises(CheckpointError, match=r"not started alike\. .*step_00000003/model\.safetensors"):
+        train(tiny_config(Path("runs")))
     straight, stopped = (tiny_config(folder / "knn" / part, *EVALUATED) for part in PARTS)
     train(straight)
     return {
@@ -226,9 +230,14 @@ def on_three_ranks(rank: int, world_size: int, folder: Path) -> bool:
 
 
 def test_ranks_stopped_by_a_signal_to_one_of_them_end_bit_identical(tmp_path, capsys, monkeypatch):
-    """And their run continues on another number of ranks, with a line on it, unless that changes a size."""
+    """And their run continues on another number of ranks, with a line on it, unless that changes a size.
+
+    It is refused where each machine has a logging.folder of its own, with checkpoints of other runs.
+    """
     for name, (words, _) in SIZES.items():
         train(tiny_config(tmp_path / name, *words), stop_at=2)
+    for rank in range(2):
+        train(tiny_config(tmp_path / f"own{rank}" / "runs", f"optimization.lr={rank + 1}"), stop_at=2)
     for found in run_ranks(on_two_ranks, 2, tmp_path):
         assert found == {"same": True, "evaluation": ROW, "of one": [3, 4]}
     assert run_ranks(on_three_ranks, 3, tmp_path / "three") == [True] * 3
