@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from fastsuncet.data.paired_stream import Batch
 from fastsuncet.distributed.collectives import any_rank
@@ -23,6 +24,9 @@ from pipelines.output import Say, say_line
 # Steps of each kind before it is captured. DDP times its first ten passes with events, which a capture cannot wait for:
 # PyTorch asks for eleven passes before it.
 WARMUP, WARMUP_IN_DDP = 3, 11
+# Since this version a capture that fails gives its memory back (pytorch#190348, in main from 20 July 2026: after the
+# branch of 2.13 and before that of 2.14). Before, the allocator believes that the capture goes on.
+FREES_FAILED_CAPTURES = "2.14"
 
 
 class GraphedStep:
@@ -76,6 +80,11 @@ class GraphedStep:
             self._recover()
             self.refused = True
             why = problem or "another rank could not capture its step"
+            if self.method.device.type == "cuda" and TorchVersion(torch.__version__) < FREES_FAILED_CAPTURES:
+                why += (
+                    f". Torch before {FREES_FAILED_CAPTURES} frees no images of later steps, so memory will run out: "
+                    f"continue with torch {FREES_FAILED_CAPTURES}"
+                )
             self.say(
                 f"meta.cuda_graph: training without a graph, each step launches its kernels one by one: {why}"
             )

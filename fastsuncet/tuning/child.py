@@ -42,7 +42,10 @@ FACTOR = 10  # emulated kernels that were right differed by up to 8 times (a nar
 FLOOR = 1e-6  # of a distance: float32 rounds its sums by less
 PIXEL_LIMIT = 0.02  # of the size of the pixels: decoders of a GPU round to other levels
 PROOF_IMAGES, PROOF_VIEWS = 32, 128  # of a rank: a proof in two precisions would not fit with a whole batch
-EXACT_STEPS, LR = 3, 0.1
+EXACT_STEPS = 3
+# By optimizer: at a larger rate the outputs of an own network overflowed in fp16 after six steps, and then no bits say
+# anything. A LARS step is a share of a weight's own size.
+LR = {"lars": 0.1, "sgd": 0.01, "adamw": 0.001}
 # Settings by which a step only replays or reads.
 EXACT = {"meta.cuda_graph", "data.decode_threads", "data.prefetch"}
 
@@ -190,7 +193,8 @@ class Bench:
         """Return the losses of some steps on one batch, and by how much they changed weights and statistics."""
         with self.step(config) as (model, update):
             before = {name: x.detach().cpu().clone() for name, x in model.state_dict().items()}
-            losses = torch.stack([update(batch, LR).clone() for _ in range(steps)]).cpu()
+            lr = LR[config.optimization.optimizer]
+            losses = torch.stack([update(batch, lr).clone() for _ in range(steps)]).cpu()
             after = {name: x.detach().cpu() for name, x in model.state_dict().items()}
         changes = {name: (x - before[name]).double() for name, x in after.items()}
         weights = {name for name, _ in model.named_parameters()}

@@ -13,7 +13,7 @@ from fastsuncet.config import load_config
 from fastsuncet.models import norm_kernel, sync_batchnorm
 from fastsuncet.models.resnet import build_model
 from fastsuncet.optim import LARS, parameter_groups
-from fastsuncet.training.cuda_graph import capture_on_device
+from fastsuncet.training.cuda_graph import FREES_FAILED_CAPTURES, capture_on_device
 from fastsuncet.training.multi_view_model import PiecewiseModel
 from fastsuncet.tuning.fast_paths import PATHS
 from fastsuncet.tuning.trials import try_kernel
@@ -25,9 +25,6 @@ from tools.bench import lars, run
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
-# Since this version a capture that fails gives its memory back (pytorch#190348, in main from 20 July 2026: after the
-# branch of 2.13 and before that of 2.14).
-FREES_FAILED_CAPTURES = "2.14"
 
 
 @pytest.fixture(autouse=True)

@@ -141,6 +141,13 @@ def test_proof_takes_a_part_of_a_large_batch_with_whole_classes(bench, config, a
     assert part.views[0].is_contiguous(memory_format=torch.channels_last)
 
 
+def test_exact_proof_by_adamw_moves_weights_by_a_part_of_their_size(bench, config):
+    """At a rate of 0.1 outputs overflowed in fp16, and a graph that was right was refused for good."""
+    adamw = config.with_values({"optimization.optimizer": "adamw", "optimization.lr": 0.001})
+    moved = bench.train(adamw, bench.batch(adamw, whole=True), 6)["weights"]
+    assert 0 < max(x.abs().max() for x in moved.values()) < 0.01
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_time_measures_the_base_before_and_after(bench, config, monkeypatch, reads):
     monkeypatch.setattr(child, "SECONDS", 0.01)
