@@ -3,9 +3,9 @@
 Compares runs in pictures and tables: accuracy against epochs, updates, petaFLOPs, hours and joules,
 and the share of the baseline's compute that each method needed to match the baseline. It reads
 the results of `evaluate`, `finetune` and `transfer` in each run, and the nearest-neighbor
-accuracies of its training. Runs that differ only in their seed are averaged. With --lengths, runs
-that differ only in their number of epochs become one curve, as the paper draws ImageNet. With
---paper the points of the paper are drawn too; without a RUN, only they.
+accuracies of its training. Runs that differ only in their seed or machine are averaged. With
+--lengths, runs that differ only in their number of epochs become one curve, as the paper draws
+ImageNet. With --paper the points of the paper are drawn too; without a RUN, only they.
 
 --page shows how runs stand instead: for each RUN one HTML file, RUN/page.html, with curves,
 results, weights, settings and versions. --watch writes it anew while the run goes on.

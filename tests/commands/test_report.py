@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import sys
 import warnings
 from dataclasses import replace
@@ -207,6 +208,18 @@ def test_read_runs_averages_the_seeds_of_a_draw_and_no_other_labels():
         **{"10 % labels, names=cc, split=names": 0.7, "8 labels, ": 0.1, "9 labels, ": 0.2},
         **{"3 labels, ": 0.3, "all labels, ": 0.9},
     }
+
+
+def test_read_runs_averages_seeds_of_two_machines_and_no_two_initial_weights():
+    sha = f"model.init_sha256={'a' * 64}"
+    settings = [["meta.device=cpu", "meta.threads=1"], ["meta.device=auto", "meta.threads=2"]]
+    settings += [["model.init=one.pth"], ["model.init=one/w.pth", sha], ["model.init=two/w.pth", sha]]
+    runs = [make_run(Path("runs"), f"run{i}", 0.5, seed=i, overrides=each) for i, each in enumerate(settings)]
+    curves, notes = read_runs(runs)
+    found = {re.sub(".*(, init|/)", "", g.name).strip(): len(g.curves) for g in arrange(curves)[0].groups}
+    assert found == {"None": 2, "one.pth": 1, "w.pth aaaaaaaa": 2}
+    said = "not all runs were trained with the same meta.device, meta.threads: their hours can differ by that"
+    assert said in notes
 
 
 def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypatch):

@@ -31,8 +31,14 @@ MAY_DIFFER = (
     *("mean", "std", "support_scale", "support_ratio", "temperature"),
     *("precision", "accumulate", "batchnorm_images", "processes"),
 )
-# Settings of a run that make no other experiment of it. (Other labels do.)
-NO_MATTER = tuple(key for key in FREE_ON_RESUME if key not in ("data.split.file", "data.csv"))
+# Of the machine: seeds that differ in them are averaged, and a note names them.
+MACHINE = ("meta.device", "meta.threads")
+# Settings of a run that make no other experiment of it. (Other labels and initial weights do.)
+NO_MATTER = tuple(
+    f"{key}."
+    for key in (*FREE_ON_RESUME, *MACHINE)
+    if key not in ("data.split.file", "data.csv", "model.init")
+)
 Json = dict[str, Any]
 
 
@@ -108,6 +114,11 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         for (measurement, seed), by_run in draws.items()
         if len(set(map(frozenset, by_run.values()))) > 1
     ]
+    machines = [{key: flat(config.canonical())[key] for key in MACHINE} for config in configs.values()]
+    if machine := sorted(differing(machines, missing=True)):
+        notes.append(
+            f"not all runs were trained with the same {', '.join(machine)}: their hours can differ by that"
+        )
     evaluated = {home for home, _ in table}
     silent = [f"{run}: nothing was evaluated yet" for run in records if run.resolve() not in evaluated]
     beside = [f"left out, no folder of a run: {first_five([str(path) for path in others])}"] if others else []
@@ -259,8 +270,11 @@ def mean_of(evaluations: Sequence[Point]) -> Point:
 
 def experiment(config: Config) -> tuple[tuple[str, Any], ...]:
     """Return the keys and values that define an experiment: without seeds, places, and what changes no result."""
+    values, model = flat(config.canonical()), config.model
+    if model.init and model.init_sha256:  # the same file can lie elsewhere on another machine
+        values["model.init"] = f"{Path(model.init).name} {model.init_sha256[:8]}"
     return tuple(
         (key, str(value))
-        for key, value in [*sorted(flat(config.canonical()).items()), ("data", data_set(config))]
-        if not key.endswith("seed") and not any(key == x or key.startswith(f"{x}.") for x in NO_MATTER)
+        for key, value in [*sorted(values.items()), ("data", data_set(config))]
+        if not key.endswith("seed") and not f"{key}.".startswith(NO_MATTER)
     )
