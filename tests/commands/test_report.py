@@ -222,6 +222,17 @@ def test_read_runs_averages_seeds_of_two_machines_and_no_two_initial_weights():
     assert said in notes
 
 
+def test_read_runs_names_runs_that_were_not_measured_at_their_end():
+    length = ["optimization.steps=null", "optimization.epochs=3"]
+    early, whole = (
+        make_run(Path("runs"), name, *tops, overrides=length)
+        for name, tops in (("early", (0.5, 0.6)), ("whole", (0.5, 0.6, 0.7)))
+    )
+    notes = read_runs([early, whole])[1]
+    said = "final means the last measured checkpoint, which is not the end of runs/early (2 of 3 epochs)"
+    assert f"fine-tuning, 10 % labels: {said}" in notes
+
+
 def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypatch):
     monkeypatch.setattr(reports, "_draw", lambda *_: [])
     runs = [make_run(Path("runs"), "simclr", 0.5, 0.6, suncet=False)]

@@ -70,6 +70,7 @@ class Curve:
     supervised: bool = False  # whether pre-training used labels
     # Of the config, without seeds: equal in runs that differ only in their seed.
     settings: tuple[tuple[str, Any], ...] = ()
+    stopped: str = ""  # "20 of 40 updates", where its last point is not the run's end
     published: bool = False  # the paper's own
     merged: tuple[str, ...] = ()  # runs of other lengths whose ends are points of this curve
 

@@ -107,6 +107,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
                 # True where it is not known: such a run is never taken as the baseline.
                 supervised=config.criterion.supervised if config else True,
                 settings=experiment(config) if config else (("encoder", name),),
+                stopped=stopped_at(config, by_step[steps[-1]][0]) if config else "",
             )
         )
     notes += [
@@ -119,6 +120,14 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         notes.append(
             f"not all runs were trained with the same {', '.join(machine)}: their hours can differ by that"
         )
+    stopped: dict[Measurement, list[str]] = defaultdict(list)
+    for curve in curves:
+        if curve.stopped:
+            stopped[curve.measurement].append(f"{curve.run} ({curve.stopped})")
+    notes += [
+        f"{what}: final means the last measured checkpoint, which is not the end of {', '.join(each)}"
+        for what, each in stopped.items()
+    ]
     evaluated = {home for home, _ in table}
     silent = [f"{run}: nothing was evaluated yet" for run in records if run.resolve() not in evaluated]
     beside = [f"left out, no folder of a run: {first_five([str(path) for path in others])}"] if others else []
@@ -258,6 +267,15 @@ def point(step: int | None, epoch: float | None, ledger: Json, metrics: dict[str
     seconds = ledger.get("seconds")
     known = {**ledger, "epochs": epoch, "hours": None if seconds is None else seconds / 3600}
     return Point(step, {name: known[name] for name in COSTS if (known.get(name) or 0) > 0}, metrics)
+
+
+def stopped_at(config: Config, last: Point) -> str:
+    """Return "20 of 40 updates" if the last measured checkpoint of a run is before its end, "" where it is not."""
+    o = config.optimization
+    done, planned, unit = last.step, o.steps, "updates"
+    if planned is None:
+        done, planned, unit = last.costs.get("epochs"), o.epochs, "epochs"
+    return "" if done is None or planned is None or done >= planned else f"{done:g} of {planned:g} {unit}"
 
 
 def mean_of(evaluations: Sequence[Point]) -> Point:
