@@ -218,8 +218,14 @@ def test_read_runs_averages_seeds_of_two_machines_and_no_two_initial_weights():
     curves, notes = read_runs(runs)
     found = {re.sub(".*(, init|/)", "", g.name).strip(): len(g.curves) for g in arrange(curves)[0].groups}
     assert found == {"None": 2, "one.pth": 1, "w.pth aaaaaaaa": 2}
-    said = "not all runs were trained with the same meta.device, meta.threads: their hours can differ by that"
-    assert said in notes
+    assert {
+        "not all runs were trained with the same meta.device, meta.threads: their hours can differ by that",
+        "the cost of the initial weights (model.init) is not counted: runs/run2, runs/run3, runs/run4",
+    } <= set(notes)
+    simclr = make_run(Path("runs"), "simclr", 0.5, suncet=False, overrides=settings[2])
+    for others, baseline in ((runs[:3], None), (runs[2:], "SimCLR")):
+        chosen = arrange(read_runs([simclr, *others])[0])[0].baseline
+        assert (chosen and chosen.name) == baseline, "one from weights only where no run is from scratch"
 
 
 def test_read_runs_names_runs_that_were_not_measured_at_their_end():

@@ -9,7 +9,7 @@ Nothing is assumed about the time before the first checkpoint: if that is good e
 
 The cost is that of the pre-training, also behind a fine-tuned accuracy: multiply-adds of an update (models/flops.py,
 `update_macs`), summed by the run (metrics/cost.py, `Ledger`) and read with its results (reading.py, `point`). The
-baseline is the only group without labels, unless one is named (curves.py, `arrange`).
+baseline is the only group without labels and from scratch, unless one is named (curves.py, `arrange`).
 """
 
 import itertools

@@ -74,6 +74,11 @@ class Curve:
     published: bool = False  # the paper's own
     merged: tuple[str, ...] = ()  # runs of other lengths whose ends are points of this curve
 
+    @property
+    def from_weights(self) -> bool:
+        """Whether pre-training started from weights (model.init), whose cost is not known."""
+        return dict(self.settings).get("model.init", "None") != "None"
+
     def at_steps(self, metric: str) -> list[Point]:
         """Return the points that have a step and `metric`."""
         return [p for p in self.points if p.step is not None and metric in p.metrics]
@@ -172,7 +177,8 @@ def join_lengths(curves: list[Curve]) -> list[Curve]:
 def arrange(curves: Iterable[Curve], baseline: str | None = None) -> list[Panel]:
     """Return the panels in the order of their first curves, the baseline's group first in each.
 
-    The baseline is the group of run `baseline`; without one, the only group that pre-trains without labels.
+    The baseline is the group of run `baseline`; without one, the only group that pre-trains without labels, and from
+    scratch where any run does: other weights can have learned from labels.
     """
     measured: dict[Measurement, list[Curve]] = {}
     for curve in curves:
@@ -219,6 +225,7 @@ def _baseline(groups: list[Group], run: str | None) -> Group | None:
         home = Path(run).resolve()
         homes = {name: g for g in groups for curve in g.curves for name in (curve.run, *curve.merged)}
         return next((group for name, group in homes.items() if Path(name).resolve() == home), None)
-    without = [group for group in groups if not group.curves[0].supervised]
+    scratch = any(("model.init", "None") in group.curves[0].settings for group in groups)
+    without = [g for g in groups if not (g.curves[0].supervised or (scratch and g.curves[0].from_weights))]
     without = [group for group in without if not group.curves[0].published] or without
     return without[0] if len(without) == 1 else None

@@ -128,6 +128,8 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         f"{what}: final means the last measured checkpoint, which is not the end of {', '.join(each)}"
         for what, each in stopped.items()
     ]
+    if begun := dict.fromkeys(curve.run for curve in curves if curve.from_weights):
+        notes.append(f"the cost of the initial weights (model.init) is not counted: {', '.join(begun)}")
     evaluated = {home for home, _ in table}
     silent = [f"{run}: nothing was evaluated yet" for run in records if run.resolve() not in evaluated]
     beside = [f"left out, no folder of a run: {first_five([str(path) for path in others])}"] if others else []
