@@ -279,6 +279,11 @@ def test_report_says_where_seeds_are_not_those_of_the_baseline(seeds, monkeypatc
         "fine-tuning, 10 % labels: the baseline has no run of seed 1: compared with the mean of its seeds.",
     ):
         assert text.count(said.split(": ")[1]) == 1 and f"\n{said}\n" in text
+    uneven = make_run(Path("runs"), "simclr_2", 0.4, seed=2, suncet=False)
+    text = report([seeds[0], uneven, *seeds[2:]], Path("out")).read_text()
+    lacks = "no run of that seed, and its seeds were not evaluated at the same checkpoints."
+    left = "left out: SimCLR + SuNCEt, seed 1: the baseline has"
+    assert f"\nfine-tuning, 10 % labels: {left} {lacks}\n" in text
 
 
 def test_report_refuses_with_a_message_and_writes_nothing(runs, run_cli):

@@ -112,7 +112,7 @@ def report(
         if metric not in second_top:  # the table of the first has both
             lines += [*markdown(*found[metric][0]), ""]
     lines += [f"{note}." for note in dict.fromkeys(notes)] + ([""] if notes else [])
-    lines += [*COSTS_NOTE, "", *_saved_section(panels, saved, baseline is not None)]
+    lines += [*COSTS_NOTE, "", *_saved_section(panels, chosen, saved, baseline is not None)]
     if claimed:
         lines += ["## The paper's percentages", "", *paper.claims(), ""]
     for name in figures:
@@ -199,7 +199,9 @@ def methods_tables(panels: list[Panel], metric: str) -> tuple[Table, Table]:
     return (head, words), (head, numbers)
 
 
-def _saved_section(panels: list[Panel], savings: list[Saving], named_baseline: bool) -> list[str]:
+def _saved_section(
+    panels: list[Panel], metrics: Sequence[str], savings: list[Saving], named_baseline: bool
+) -> list[str]:
     """Return the Markdown of compute saved by both rules, or the reason why there is none."""
     alike: dict[tuple, dict[str, list[Saving]]] = {}
     for s in savings:
@@ -214,11 +216,18 @@ def _saved_section(panels: list[Panel], savings: list[Saving], named_baseline: b
     for panel in panels:
         if panel.baseline is None and len(panel.groups) > 1:
             parts += [f"{panel.measurement}: {why}.", ""]
-        own = {curve.seed for curve in panel.baseline.curves} if panel.baseline else set()
+        base = panel.baseline
+        own = {curve.seed for curve in base.curves} if base else set()
         here = (s.seed for s in savings if s.measurement == panel.measurement)
         if lacking := sorted({str(seed) for seed in here if seed not in own}):
             lacks = f"the baseline has no run of seed {', '.join(lacking)}"
             parts += [f"{panel.measurement}: {lacks}: compared with the mean of its seeds.", ""]
+        uneven = [m for m in metrics if base and m not in RANKS and base.uneven(m)]
+        rivals = [group for group in panel.groups if base and base.rivals(group)]
+        others = ((g.name, c) for g in rivals for c in g.curves if c.seed not in own)
+        if out := [f"{name}, seed {c.seed}" for name, c in others if any(map(c.at_steps, uneven))]:
+            lacks = "no run of that seed, and its seeds were not evaluated at the same checkpoints"
+            parts += [f"{panel.measurement}: left out: {'; '.join(out)}: the baseline has {lacks}.", ""]
     nothing = "Nothing to compare: this takes a baseline and a method of the same images, evaluated alike."
     return ["## Compute to match the baseline", "", *(parts or [nothing, ""])]
 
