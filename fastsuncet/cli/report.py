@@ -37,7 +37,7 @@ def arguments(parser: Parser) -> None:
         "--metric", "NAME", "top1, top5, knn, rankme, ... (default: top1)", action="append", default=[]
     )
     parser.takes("--paper", "FIGURE", "also draw the points of the paper", nargs="?", const="")
-    parser.flag("--lengths", "merge runs that differ only in length into one curve")
+    parser.flag("--lengths", "merge runs that differ only in length into one curve of their ends")
     parser.writes("for all files (default: report)", metavar="DIR", required=False, default=Path("report"))
     parser.flag("--page", "write RUN/page.html instead: one run's curves, settings, weights")
     parser.flag("--watch", "the same, and anew while the run goes on")

@@ -228,15 +228,18 @@ def test_read_runs_averages_seeds_of_two_machines_and_no_two_initial_weights():
         assert (chosen and chosen.name) == baseline, "one from weights only where no run is from scratch"
 
 
-def test_read_runs_names_runs_that_were_not_measured_at_their_end():
-    length = ["optimization.steps=null", "optimization.epochs=3"]
+def test_report_names_runs_that_were_not_measured_at_their_end(monkeypatch):
+    monkeypatch.setattr(reports, "_draw", lambda *_: [])
+    length = ["optimization.steps=null", "optimization.warmup=0", "optimization.epochs=3"]
     early, whole = (
         make_run(Path("runs"), name, *tops, overrides=length)
         for name, tops in (("early", (0.5, 0.6)), ("whole", (0.5, 0.6, 0.7)))
     )
-    notes = read_runs([early, whole])[1]
+    short = make_run(Path("runs"), "short", 0.4, overrides=[*length, "optimization.epochs=1"])
+    text = report([early, whole, short], Path("out"), lengths=True).read_text()
     said = "final means the last measured checkpoint, which is not the end of runs/early (2 of 3 epochs)"
-    assert f"fine-tuning, 10 % labels: {said}" in notes
+    for note in (said, "left out by --lengths, which takes the ends of runs"):
+        assert f"fine-tuning, 10 % labels: {note}.\n" in text
 
 
 def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypatch):

@@ -79,7 +79,8 @@ def test_join_lengths_makes_one_curve_of_the_ends_of_a_seed():
         for seed in (0, 1)
     ]
     ours = replace(curve(OURS_NAME, [0.5, 0.7]), settings=((LENGTHS[0], "40"), ("method", OURS_NAME)))
-    *joined, last = join_lengths([*runs, ours])
+    stopped = replace(runs[0], stopped="20 of 80 updates", settings=((LENGTHS[0], "80"),))
+    *joined, last = join_lengths([*runs, stopped, ours])
     assert last == ours, "of one length: whole"
     for seed, one in enumerate(joined):
         assert (one.seed, one.run, one.merged) == (seed, f"40-{seed}", (f"10-{seed}", f"20-{seed}"))

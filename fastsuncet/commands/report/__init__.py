@@ -77,7 +77,13 @@ def report(
             "do that, or evaluation.knn_every_epochs while a run trains"
         )
     if lengths:
-        curves = join_lengths(curves)
+        joined = join_lengths(curves)
+        kept = {(c.measurement, name) for c in joined for name in (c.run, *c.merged)}
+        lost = [c for c in curves if (c.measurement, c.run) not in kept]
+        notes += [
+            f"{c.run}, {c.measurement}: left out by --lengths, which takes the ends of runs" for c in lost
+        ]
+        curves = joined
     published = [curve for name in figures for curve in paper.curves(name)]
     panels = arrange([*curves, *_next_to_runs(curves, published, notes)], str(baseline) if baseline else None)
     points = (p for panel in panels for group in panel.groups for curve in group.curves for p in curve.points)

@@ -154,8 +154,8 @@ def labels_text(labels: dict[str, Any]) -> str:
 def join_lengths(curves: list[Curve]) -> list[Curve]:
     """Merge runs that differ only in length into one curve of their final checkpoints, as the paper draws ImageNet.
 
-    There each length is a run of its own, because the learning rate ends with it. Runs are merged within a seed; other
-    runs stay as they are.
+    There each length is a run of its own, because the learning rate ends with it. Runs are merged within a seed,
+    without those that were not measured at their end. Other runs stay as they are.
     """
     families: dict[tuple, list[Curve]] = {}
     for curve in curves:
@@ -163,10 +163,11 @@ def join_lengths(curves: list[Curve]) -> list[Curve]:
         families.setdefault((curve.method, curve.seed, curve.measurement, rest), []).append(curve)
     joined = []
     for (*_, rest), family in families.items():
-        if len({curve.settings for curve in family}) == 1:  # all of one length
+        ended = [curve for curve in family if not curve.stopped]
+        if not ended or len({curve.settings for curve in family}) == 1:  # all of one length
             joined += family
             continue
-        family.sort(key=lambda curve: curve.points[-1].step or 0)
+        family = sorted(ended, key=lambda curve: curve.points[-1].step or 0)
         ends = tuple(curve.points[-1] for curve in family)
         others = tuple(curve.run for curve in family[:-1])
         # The curve has the longest run's name.
