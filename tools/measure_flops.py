@@ -1,6 +1,7 @@
 """Print what a run costs: multiply-adds of its network by torch's counter, then petaFLOPs of update, epoch and run.
 
-    python tools/measure_flops.py configs/in1k_10pct.yaml [section.key=value ...] [--images N] [--world-size W] [--json]
+    python tools/measure_flops.py configs/in1k_10pct.yaml [section.key=value ...] [--images N] [--labels N]
+        [--world-size W] [--json]
 
 torch counts one forward and backward pass on the meta device, where tensors have shapes and no values: nothing is
 computed, and no data is needed. The ledger counts 6 FLOP per multiply-add, which includes the gradient of the images;
@@ -58,15 +59,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", help="a YAML file, or the name of a shipped one")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
-    parser.add_argument("--images", type=int, help="unlabeled images (default: those of the public data set)")
+    parser.add_argument(
+        "--images",
+        type=int,
+        help="unlabeled images (default: those of the public data set; image_folder: ImageNet)",
+    )
+    parser.add_argument(
+        "--labels", type=int, help="labeled images, whose passes are the epochs of labels alone"
+    )
     parser.add_argument("--world-size", type=int, default=1, help="processes, for batch sizes given per rank")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options = parser.parse_intermixed_args(arguments)
-    if options.world_size < 1 or (options.images is not None and options.images < 1):
-        parser.error("--images and --world-size must be above 0")
+    if any(n is not None and n < 1 for n in (options.images, options.labels, options.world_size)):
+        parser.error("--images, --labels and --world-size must be above 0")
     config = load_config(options.config, options.overrides)
-    images = options.images or IMAGES.get(config.data.kind, IMAGES["image_folder"])
-    a = config.resolve(options.world_size, images)
+    if (images := options.images or IMAGES.get(config.data.kind)) is None:
+        parser.error(f"data.kind {config.data.kind} can have any number of images: give it as --images N")
+    if options.labels is None and config.criterion.instance == "none":
+        parser.error(
+            "an epoch of labels alone depends on the number of labeled images: give it as --labels N"
+        )
+    a = config.resolve(options.world_size, images, num_labeled=options.labels)
     m, size, costs = config.model, config.data.augmentation.size, run_costs(config, a)
     macs = network_cost(m.name, m.stem, size, *m.head).macs
     view = {

@@ -42,6 +42,19 @@ def test_measure_flops_of_the_papers_runs_are_the_recipes(cost_of):
     rows = cost_of("cifar10_simclr", "--images", "2560", "optimization.epochs=20")
     assert rows["update"][0] == "512" and rows["epoch"][0] == "5,120"
     assert float(rows["update"][1]) == pytest.approx(0.0040, rel=1e-3)
+    # As `train --dry-run` has it.
+    rows = cost_of("digits_alone", "--labels", "160", "optimization.steps=null", "optimization.epochs=40")
+    assert rows["run of 80 updates"] == ["4,800", "1.0233e-05"]
+
+
+def test_measure_flops_asks_for_numbers_that_no_public_data_set_has(capsys):
+    for words, said in (
+        (["digits_alone"], "--labels N"),
+        (["digits_simclr", "data.kind=synthetic"], "--images N"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        assert f"give it as {said}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
