@@ -177,7 +177,8 @@ def test_report_draws_and_lists_a_run_of_any_name_once():
 def test_read_runs_takes_lines_of_metrics_that_hold_anything():
     split = "data.split={kind: stratified, fraction: null, images: 100}"
     run = make_run(Path("runs"), "a", overrides=[split])
-    changes = [{}, {"seconds": "soon"}, {"seconds": -1}, {"knn_accuracy": None}]
+    changes = [{}, {"seconds": "soon"}, {"seconds": -1}, {"seconds": float("inf")}, {"seconds": 10**400}]
+    changes += [{"knn_accuracy": None}, {"knn_accuracy": float("nan")}]
     lines = [{"step": 9, "kind": "knn", "epoch": 1}]
     lines += [{"step": step, "kind": "knn"} | KNN | change for step, change in enumerate(changes)]
     write_lines(run, *lines)
@@ -185,7 +186,7 @@ def test_read_runs_takes_lines_of_metrics_that_hold_anything():
     result(run, 9, 0.5, labels=labels, asked={"data.split.images": 125, "data.validation": 0.2})
     evaluated, curve = read_runs([run])[0]
     assert curve.measurement.labels == evaluated.measurement.labels == "100 labels"
-    assert ["hours" in point.costs for point in curve.points] == [True, False, False]
+    assert ["hours" in point.costs for point in curve.points] == [True] + 4 * [False]
     assert {point.metrics["knn"] for point in curve.points} == {0.5}
 
 

@@ -4,6 +4,7 @@ Two results are one measurement if they were made with the same settings, except
 the machine: these are named in a note. Their labels are one list, or draws of one kind that differ in their seed.
 """
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -155,8 +156,8 @@ def _online(run: Path, config: Config, data: str) -> Iterator[tuple[Measurement,
 
 
 def numbers(line: Json) -> Json:
-    """Return the numbers of a metrics line: another program can have written anything else in their place."""
-    return {key: value for key, value in line.items() if type(value) in (int, float)}
+    """Return the finite numbers of a metrics line: another program can have written anything else in their place."""
+    return {key: v for key, v in line.items() if type(v) in (int, float) and abs(v) <= sys.float_info.max}
 
 
 def data_set(config: Config) -> str:
