@@ -74,7 +74,7 @@ def _own_meter(device: torch.device) -> EnergyMeter | None:
 
 @dataclass
 class Ledger:
-    """Cumulative cost over all ranks and all restarts of a run.
+    """Cumulative cost of the updates behind the weights, over all ranks: without those that a kill undid.
 
     `views` counts those of unlabeled and of labeled images. `seconds` is wall-clock time of training, without
     evaluations. `joules` is the energy of all ranks' GPUs in that time: None unless the run had a `meter` since its

@@ -37,7 +37,8 @@ COSTS_NOTE = (
     "A petaFLOP is 1e15 floating-point operations. A view costs 6 x MAC of encoder and head: 2 FLOP a "
     "multiply-add, 1 forward and 2 backward passes; 8 x MAC with `criterion.micro_batch`, for a second "
     "forward pass.",
-    "Costs are those of pre-training up to the evaluated checkpoint, over all processes.",
+    "Costs are those of pre-training up to the evaluated checkpoint, without work that a kill undid. petaFLOPs and "
+    "joules are summed over all processes; hours are wall-clock time.",
 )
 SAVED_NOTE = (
     "Each cell is the mean (lowest to highest) of the seeds that reached it, each against the baseline's run of that "
