@@ -44,6 +44,9 @@ def test_savings_by_both_rules_and_every_cost():
     (flops,) = by(found, "petaflops", "best")
     assert flops.shares == pytest.approx((22.5 / 30, 30 / 30))
     assert flops.baseline_epochs == 3
+    assert not best.reference_at_first
+    (falling,) = by(saved([[0.6, 0.5]], [[0.7]]), "updates", "best")
+    assert falling.reference_at_first and falling.at_first, "neither cost is known: their ratio is no bound"
     assert "epochs" not in {s.cost for s in found}, "epochs of two methods are not the same work"
 
 

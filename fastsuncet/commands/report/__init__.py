@@ -225,8 +225,13 @@ def _saved_section(
             parts += [f"{panel.measurement}: {why}.", ""]
         base = panel.baseline
         own = {curve.seed for curve in base.curves} if base else set()
-        here = (s.seed for s in savings if s.measurement == panel.measurement)
-        if lacking := sorted({str(seed) for seed in here if seed not in own}):
+        here = [s for s in savings if s.measurement == panel.measurement]
+        if any(s.rule == "best" and s.reference_at_first for s in here):
+            early = (
+                "the baseline was at its best at its first checkpoint, or before: the last column is no bound"
+            )
+            parts += [f"{panel.measurement}: {early}.", ""]
+        if lacking := sorted({str(s.seed) for s in here if s.seed not in own}):
             lacks = f"the baseline has no run of seed {', '.join(lacking)}"
             parts += [f"{panel.measurement}: {lacks}: compared with the mean of its seeds.", ""]
         uneven = [m for m in metrics if base and m not in RANKS and base.uneven(m)]

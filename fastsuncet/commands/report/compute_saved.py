@@ -59,6 +59,7 @@ class Saving:
     reference: float  # the baseline's cost of it
     needed: tuple[float, float] | None  # the method's costs until the target, as `crossing`
     at_first: bool  # the first checkpoint was already good enough: an upper bound
+    reference_at_first: bool  # so was the baseline's own: the reference is an upper bound too
     baseline_epochs: float | None  # at the reference
 
     @property
@@ -101,6 +102,7 @@ def savings(panel: Panel, metric: str) -> list[Saving]:
                     reference=reference,
                     needed=crossing(x, y, wanted),
                     at_first=y[0] >= wanted,
+                    reference_at_first=position == 0,
                     baseline_epochs=theirs[position][0].get("epochs"),
                 )
             )
