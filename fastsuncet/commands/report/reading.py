@@ -275,10 +275,14 @@ def point(step: int | None, epoch: float | None, ledger: Json, metrics: dict[str
 def stopped_at(config: Config, last: Point) -> str:
     """Return "20 of 40 updates" if the last measured checkpoint of a run is before its end, "" where it is not."""
     o = config.optimization
-    done, planned, unit = last.step, o.steps, "updates"
+    done, planned, form, unit = last.step, o.steps, ",", "updates"
     if planned is None:
-        done, planned, unit = last.costs.get("epochs"), o.epochs, "epochs"
-    return "" if done is None or planned is None or done >= planned else f"{done:g} of {planned:g} {unit}"
+        done, planned, form, unit = last.costs.get("epochs"), o.epochs, "g", "epochs"
+    return (
+        ""
+        if done is None or planned is None or done >= planned
+        else f"{done:{form}} of {planned:{form}} {unit}"
+    )
 
 
 def mean_of(evaluations: Sequence[Point]) -> Point:
