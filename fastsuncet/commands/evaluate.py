@@ -20,7 +20,7 @@ from fastsuncet.evaluation.protocols import accuracy, cross_validated, knn, line
 from fastsuncet.metrics.results import FOLDER, send_results
 from fastsuncet.metrics.trackers import require_packages
 from pipelines.data_errors import DataError
-from pipelines.datasets.index import class_numbers
+from pipelines.datasets.index import as_class_numbers, class_numbers, with_classes
 from pipelines.output import first_five
 
 KINDS = {
@@ -65,9 +65,9 @@ def evaluate(
                 continue
             # Torch's stubs lack memory_format together with a device.
             network = _network(found, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
-            if kind == "accuracy":
-                _require_classes(found, images.train.classes)
             shown, known = left_to_judge(images, found.lies_at, found.supervised, place)
+            if kind == "accuracy":
+                shown = _with_its_classes(shown, found)
             if alone:
                 of_train = learned(found.lies_at, images.train, found.supervised)
                 measured = cross_validated(kind, network, images, config, place, of_train)
@@ -109,15 +109,21 @@ def _network(encoder: Encoder, kind: str, config: Config) -> nn.Module:
     return nn.Sequential(encoder.module, encoder.classifier)
 
 
-def _require_classes(encoder: Encoder, now: tuple[str, ...]) -> None:
-    """Raise DataError where the classifier's classes have other names than the images': they are numbered by name."""
-    then, numbers = encoder.classes, class_numbers(len(now))
-    if then and now != then and numbers not in (now, then):
+def _with_its_classes(images: Images, encoder: Encoder) -> Images:
+    """Return the images with the classifier's numbers of their classes. Raises DataError for classes of other names."""
+    then, now = encoder.classes, images.train.classes
+    if not then or now == then:
+        return images
+    if len(now) != len(then) or class_numbers(len(now)) not in (now, then):
         other = first_five(sorted({*now}.symmetric_difference(then)))
         raise DataError(
             f"the classifier of {encoder.source} has other classes than the images: {other}. Give classes the names of "
             "then, or train it again"
         )
+    if as_class_numbers(now) == as_class_numbers(then):
+        return images
+    train, held_out = (with_classes(index, then) for index in (images.train, images.validation))
+    return replace(images, train=train, held_out=held_out)
 
 
 def _record(config: Config, kind: str, measured: scoring.Measured, encoder: Encoder, images: Images) -> dict:

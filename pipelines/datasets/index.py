@@ -204,19 +204,27 @@ class ImageIndex:
 def with_classes(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:
     """Return the same images with their classes numbered as in `classes`, such as the training set's.
 
-    Where those are `class_numbers`, they are taken as numbers of this index's classes in order. Raises DataError when
-    an image's class is not in `classes`.
+    Classes that are `class_numbers` on one side are matched by number. Raises DataError when an image's class is not in
+    `classes`.
     """
-    if index.classes == classes or classes == class_numbers(len(index.classes)):
-        return replace(index, classes=classes)
-    numbers = {name: number for number, name in enumerate(classes)}
-    shown = [index.classes[label] for label in np.unique(index.labels[index.labels >= 0])]
+    ours, theirs = index.classes, classes
+    if len(ours) == len(theirs) and class_numbers(len(ours)) in (ours, theirs):
+        ours, theirs = as_class_numbers(ours), as_class_numbers(theirs)
+    numbers = {name: number for number, name in enumerate(theirs)}
+    shown = [ours[label] for label in np.unique(index.labels[index.labels >= 0])]
     if unknown := [name for name in shown if name not in numbers]:
         names = ", ".join(unknown[:5])
         raise DataError(f"{index.root} has {len(unknown)} classes that no training image has: {names}")
     # The last entry is that of the label -1.
-    new_label = np.array([*(numbers.get(name, -1) for name in index.classes), -1], np.int64)
+    new_label = np.array([*(numbers.get(name, -1) for name in ours), -1], np.int64)
     return replace(index, labels=new_label[index.labels], classes=classes)
+
+
+def as_class_numbers(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the classes as `class_numbers`: "10" is class 10 where the names are 0 to C - 1, else by their order."""
+    named = tuple(f"class {name.removeprefix('class ')}" for name in names)
+    numbers = class_numbers(len(names))
+    return named if {*named} == {*numbers} else numbers
 
 
 def class_numbers(count: int) -> tuple[str, ...]:

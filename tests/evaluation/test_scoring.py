@@ -1,6 +1,7 @@
 """Counting correct predictions, and labels that an evaluation cannot use."""
 
 import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -9,12 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fastsuncet.commands.evaluate import KINDS
+from fastsuncet.commands.evaluate import KINDS, _with_its_classes
 from fastsuncet.config import ConfigErrors
+from fastsuncet.data.dataset import Images
 from fastsuncet.errors import NumericalError
 from fastsuncet.evaluation.protocols import accuracy, knn, linear, npi
 from fastsuncet.evaluation.scoring import measured, per_class, supports, true_labels
 from pipelines.data_errors import DataError
+from pipelines.datasets.index import class_numbers, with_classes
+from pipelines.datasets.label_splits import labeled_split
+from pipelines.datasets.published import pixel_index
 from tests.support.colors import ALONE, MeanColor, open_colors
 
 
@@ -72,6 +77,18 @@ def test_accuracy_refuses_a_classifier_of_other_classes(colors):
     config, images = colors
     with pytest.raises(DataError, match="the classifier has 2 classes and the images have 3"):
         accuracy(nn.Sequential(MeanColor(), nn.Linear(3, 2)), images, config, ALONE)
+
+
+@pytest.mark.parametrize("numbered_by_folders", [True, False])
+def test_classes_0_to_10_are_matched_by_number(numbered_by_folders):
+    """Those of folders are in the order of their names, 0, 1, 10, 2; those of shards are called class 0 to class 10."""
+    names = [class_numbers(11), tuple(sorted(map(str, range(11))))]
+    theirs, ours = reversed(names) if numbered_by_folders else names
+    index = pixel_index(ours, np.arange(11), ours, np.zeros((11, 4, 4, 3), np.uint8))
+    shown = _with_its_classes(Images(index, labeled_split(index, "all"), index), Mock(classes=theirs))
+    for each in (shown.train, shown.validation, with_classes(index, theirs)):
+        there = [each.classes[label].split()[-1] for label in each.labels]
+        assert there == [name.split()[-1] for name in ours]
 
 
 def test_validation_images_take_the_class_numbers_of_the_training_images(tmp_path):
