@@ -315,7 +315,8 @@ def fit_classifier(
     Which of the two, and one temperature, is chosen by cross-validation on the labels.
     """
     count, method = len(classes), config.npi.temperature or config.criterion.temperature
-    strength, projections = choose_strength(features, labels, count, config.linear.strength), None
+    strength, _ = choose_strength(features, labels, count, config.linear.strength)
+    projections = None
     candidates: dict[str, Classify] = {LINEAR: partial(linear_logits, features, labels, count, strength)}
     if head is not None:
         z = projections = head.to(features.device)(features)

@@ -128,21 +128,22 @@ def linear_logits(
 
 def choose_strength(
     features: Tensor, labels: Tensor, num_classes: int, given: float | Literal["auto"] = "auto"
-) -> float:
-    """Return `given`; auto: the element of STRENGTHS that fits the left-out images best, after one temperature.
+) -> tuple[float, str]:
+    """Return a strength and why it is taken, in words: `given`, or for auto the one that cross-validation chooses.
 
-    Strengths that are right equally often differ in that, so few labels choose by more than a count. 1 where none is
-    right more often than a guess of the largest class: with a label or two a class, as many folds.
+    That is the element of STRENGTHS that fits the left-out images best, after one temperature. Strengths that are right
+    equally often differ in that, so few labels choose by more than a count. 1 where none is right more often than a
+    guess of the largest class: with a label or two a class, as many folds.
 
     `features` (N, E), `labels` (N,). With more than MANY images only one fold is left out, so the choice takes one fit
     for each strength and not FOLDS. Collective: ranks have the same features and share the strengths.
     """
     if given != "auto":
-        return given
+        return given, "as given"
     most = FOLDS if len(labels) <= MANY else 1
     _, truth = out_of_fold(labels, lambda learned, left_out: labels[left_out], most=most)
     if not len(truth):
-        return 1.0
+        return 1.0, "because no class has two labels to cross-validate by"
     losses, right = torch.zeros(2, len(STRENGTHS), dtype=torch.float64, device=labels.device)
     # A gradient of 1e-4 is far from the optimum's digits and no longer moves the accuracy.
     options = {"max_iterations": 200, "tolerance": 1e-4}
@@ -154,19 +155,22 @@ def choose_strength(
         if rank() == 0:  # the others are as far
             show_progress("choosing linear.strength", min(i + world_size(), len(STRENGTHS)), len(STRENGTHS))
     losses, right = sum_over_ranks(torch.stack([losses, right]))
+    tried = f"from {STRENGTHS[0]:g} to {STRENGTHS[-1]:g}"
     if right.max() <= truth.bincount().max():
-        return 1.0  # the smallest would predict one class for all images
-    return STRENGTHS[int(losses.argmin())]
+        # The smallest would predict one class for all images.
+        return 1.0, f"because none {tried} is better in cross-validation than a guess of the largest class"
+    return STRENGTHS[int(losses.argmin())], f"by cross-validation {tried}"
 
 
 def fit_chosen(
     features: Tensor, labels: Tensor, num_classes: int, section: LinearSection
-) -> tuple[LinearFit, float]:
-    """Return the fit of the config's section linear, and its strength. Collective, but for a strength that is given.
+) -> tuple[LinearFit, float, str]:
+    """Return the fit of the config's section linear, its strength, and why this is taken, in words.
 
-    Each rank makes the fit, of features that all have: in float64 that of all of ImageNet takes hours on some cards,
-    and a rank that waited for it would run into the time limit of a collective.
+    Collective, but for a strength that is given. Each rank makes the fit, of features that all have: in float64 that of
+    all of ImageNet takes hours on some cards, and a rank that waited for it would run into the time limit of a
+    collective.
     """
-    strength = choose_strength(features, labels, num_classes, section.strength)
+    strength, why = choose_strength(features, labels, num_classes, section.strength)
     options = {"strength": strength, "max_iterations": section.max_iterations}
-    return fit_linear(features, labels, num_classes, **options), strength
+    return fit_linear(features, labels, num_classes, **options), strength, why

@@ -19,7 +19,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.calibration import FOLDS, out_of_fold
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import MOST_SUPPORTS, knn_predict, spread_over_classes
-from fastsuncet.evaluation.linear import STRENGTHS, TOLERANCE, choose_strength, fit_chosen, linear_logits
+from fastsuncet.evaluation.linear import TOLERANCE, choose_strength, fit_chosen, linear_logits
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import (
     LEARNED,
@@ -133,7 +133,7 @@ def linear(network: nn.Module, images: Images, config: Config, place: Place) -> 
     Labeled and validation images are single center crops.
     """
     shown = examples(network, images, config, place)
-    fit, strength = fit_chosen(shown.features, shown.labels, len(images.train.classes), config.linear)
+    fit, strength, why = fit_chosen(shown.features, shown.labels, len(images.train.classes), config.linear)
     setting: dict[str, Any] = config.linear.model_dump()
     notes = [f"fitted in {fit.iterations:,} iterations"]
     if not fit.converged:
@@ -144,8 +144,7 @@ def linear(network: nn.Module, images: Images, config: Config, place: Place) -> 
         ]
     if config.linear.strength == "auto":
         setting["chosen_strength"] = strength
-        chosen = f"strength {strength:g}, by cross-validation from {STRENGTHS[0]:g} to {STRENGTHS[-1]:g}"
-        notes = [chosen, *notes]
+        notes = [f"strength {strength:g}, {why}", *notes]
     return measured(fit.scores(shown.queries), shown.truth, setting, tuple(notes))
 
 
@@ -184,7 +183,7 @@ def cross_validated(
     setting: dict[str, Any] = {"folds": FOLDS, "repeats": REPEATS}
     if kind == "linear":
         setting["strength"] = given = config.linear.strength
-        strength = choose_strength(features, labels, count, given)
+        strength, _ = choose_strength(features, labels, count, given)
         if given == "auto":
             setting["chosen_strength"] = strength
 

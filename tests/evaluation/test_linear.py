@@ -72,7 +72,7 @@ def test_choose_strength_agrees_with_scikit_learn():
 
     best = min(STRENGTHS, key=loss)
     assert STRENGTHS[0] < best < STRENGTHS[-1]
-    assert choose_strength(features, labels, 5) == best
+    assert choose_strength(features, labels, 5)[0] == best
 
 
 def test_choose_strength_of_many_or_few_labels(monkeypatch):
@@ -80,16 +80,19 @@ def test_choose_strength_of_many_or_few_labels(monkeypatch):
     features = drawn(30, 5) + 5 * torch.eye(5)[labels]
     monkeypatch.setattr(module, "MANY", 29)
     monkeypatch.setattr(module, "STRENGTHS", (1e-5, 0.1))
-    assert choose_strength(features, labels, 5) == 0.1
+    assert choose_strength(features, labels, 5) == (0.1, "by cross-validation from 1e-05 to 0.1")
     for few in (1, 3, 5):  # no fold can tell
-        assert choose_strength(features[:few], labels[:few], 5) == 1
+        why = "because no class has two labels to cross-validate by"
+        assert choose_strength(features[:few], labels[:few], 5) == (1, why)
+    strength, why = choose_strength(0 * features, labels, 5)
+    assert strength == 1 and why.endswith("better in cross-validation than a guess of the largest class")
 
 
 def test_choose_strength_is_shared_by_ranks(monkeypatch):
     """A rank that fitted all would keep the others waiting beyond the time limit of a collective."""
     features, labels = drawn(60, 6), torch.arange(60) % 3
     features[:, 0] += labels
-    alone, fit = choose_strength(features, labels, 3), fit_linear
+    (alone, _), fit = choose_strength(features, labels, 3), fit_linear
     fitted, parts, shown = [], [], []
     noted = lambda *x, strength, **o: fitted.append(strength) or fit(*x, strength=strength, **o)  # noqa: E731
     monkeypatch.setattr(module, "fit_linear", noted)

@@ -45,7 +45,7 @@ if __name__ == "__main__":
                 wanted = (shares * size).round().long().clamp(min=2).tolist()
                 chosen = torch.cat([order[y[order] == c][:n] for c, n in enumerate(wanted)])
                 row: list = [path.stem, len(chosen), draw]
-                for choose in (most_right, choose_strength):
+                for choose in (most_right, lambda *x: choose_strength(*x)[0]):
                     strength = choose(x[chosen], y[chosen], len(numbers))
                     fit = fit_linear(x[chosen], y[chosen], len(numbers), strength=strength)
                     right = (fit.scores(queries).argmax(1) == truth).double().mean()

@@ -38,7 +38,7 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
 
     def fitted(features: Tensor) -> tuple[Tensor, Tensor, float]:
-        fit, _ = fit_chosen(features, labels, count, config.linear)
+        fit = fit_chosen(features, labels, count, config.linear)[0]
         return fit.weight.float(), fit.bias.float(), mean_square(features)
 
     accuracies, start = {}, None
