@@ -28,6 +28,10 @@ class Calibration(NamedTuple):
 
     def said_of(self, images: int) -> str:
         """Return it in words; `images` it was fitted to."""
+        # The fit makes the error of a single bin nearly 0.
+        if images < 2 * IN_BIN:
+            least = f"{2 * IN_BIN} or more can tell how far probabilities are off"
+            return f"temperature {self.temperature:.2f}, fitted to {images} images; {least}"
         few = f"; {images} images tell this only roughly" if images < FEW_JUDGED else ""
         return (
             f"probabilities are off by {100 * self.error:.1f} points on average, "

@@ -61,7 +61,12 @@ def test_predict_writes_probabilities_and_keeps_the_classifier(run, labels, pict
         assert each["class"] in each["file"] and each["second_class"] in set(COLORS) - {each["class"]}
         assert 1 / 3 < float(each["probability"]) < 1
         assert float(each["second_probability"]) <= min(0.5, 1.0001 - float(each["probability"]))
-    for part in ("18 labels of 3 classes", "100.0 % right, 95 % interval 82.4 to", "are off by", "below 0.5"):
+    for part in (
+        "18 labels of 3 classes",
+        "100.0 % right, 95 % interval 82.4 to",
+        "how far probabilities are off",
+        "below 0.5",
+    ):
         assert part in printed
     # The next call fits nothing, gives the same rows, and those of Python.
     with monkeypatch.context() as patch:

@@ -26,6 +26,9 @@ def test_fit_temperature_finds_that_of_the_draw_and_calibrates(temperature):
     assert found == pytest.approx(temperature, rel=0.05)
     after, before = (calibration_error((logits / t).softmax(1), labels) for t in (found, 1.0))
     assert after < 0.01 and (temperature == 1 or before > 0.05)
+    few = calibrate(logits[:39], labels[:39]).said_of(39)
+    assert few.endswith("fitted to 39 images; 40 or more can tell how far probabilities are off")
+    assert calibrate(logits[:40], labels[:40]).said_of(40).startswith("probabilities are off by")
 
 
 def test_fit_temperature_of_labels_that_are_all_right_is_not_certain():
