@@ -8,6 +8,7 @@ A fine-tuning keeps them in its own folder, RUN/finetune/TAG. The first two can 
 """
 
 import csv
+import os
 from collections import defaultdict
 from dataclasses import replace
 from itertools import takewhile
@@ -40,14 +41,15 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     begins = config.model.init not in (None, "timm")
     init = _table_of(typed_path(config.model.init)) if begins else folder / LEARNED
     held_out, warning = _held_out(images), []
-    before = _renamed(_read(init) if begins else {}, *_indices(images))
+    there, judges = _read(init) if begins else {}, _judges(images)
+    before = _renamed(there, *_indices(images))
     learns = config.criterion.supervised
     rows = _with_rows(before, images, images.split.indices) if learns else before
-    if known := len(before.keys() & held_out.keys()):
+    if judges is not None and (known := int(_found(judges, there, images.train).sum())):
         others = init.with_name(HELD_OUT)
         name = others if others.is_file() else "FILE.csv, with labels that it has not learned from"
         warning.append(
-            f"{known} of {len(held_out)} validation images are labels that model.init has learned from: "
+            f"{known} of {len(judges)} validation images are labels that model.init has learned from: "
             f"accuracies on them are too high. Write data.validation={name}"
         )
     _write(folder, {LEARNED: rows, HELD_OUT: held_out})
@@ -84,22 +86,22 @@ def learned_lengths(weights: Path) -> dict[str, int]:
 def left_to_judge(images: Images, weights: Path | None, supervised: bool, place: Place) -> tuple[Images, int]:
     """Return the images without the validation images of which `learned` is true, and 0.
 
-    A share that data.validation holds out is another draw once there are more labels. Rank 0 says how many are left
-    out. Where none would be left, return all images and how many these are.
+    A share that data.validation holds out is another draw once there are more labels, and images can move from the
+    training folder to that of validation. Rank 0 says how many are left out. Where none would be left, return all
+    images and how many these are. Where nothing says what was learned, it is not a validation folder of its own.
     """
-    given = images.held_out
-    if given is None or not _taken_out(images):
+    given, rows = _judges(images), _learned_by(weights, supervised)
+    if given is None or (rows is None and not _taken_out(images)):
         return images, 0
     # What was learned by the old name of a class was learned.
-    rows = _learned_by(weights, supervised)
     known = np.ones(len(given), bool) if rows is None else _found(given, rows, images.train)
-    if (count := int(known.sum())) == len(given):
+    if (count := int(known.sum())) in (0, len(given)):
         return images, count
-    if count and place.first:
+    if place.first:
         say_once(
             f"note: {count} of {len(given)} validation images are left out: the network has learned from them"
         )
-    return replace(images, held_out=given.take(np.flatnonzero(~known))), 0
+    return replace(images, held_out=images.validation.take(np.flatnonzero(~known))), 0
 
 
 def held_out_of(weights: Path, index: ImageIndex, count: int) -> tuple[Path | None, dict[str, str]]:
@@ -141,15 +143,20 @@ def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
 
     Its row then has the name of the new image of its length. Not where more or fewer new images have this length, as in
     folders of BMP, and not at all where less than half of what has gone is found: of other photos some have such a
-    length by chance, and photos that were edited keep their names.
+    length by chance, and photos that were edited keep their names. One that is now in a
+    validation folder elsewhere has kept its file name: others have such a length by chance.
     """
+    if not rows:
+        return rows
     there = {file: size for index in indices for file, size in zip(index.files, index.lengths().tolist())}
     gone, new = defaultdict(list), defaultdict(list)  # length -> names
     for file, (_, length) in rows.items():
         if length and there.get(file) != length:
             gone[length].append(file)
+    kept = {(os.path.basename(file), length) for length, files in gone.items() for file in files}
     for file, length in there.items() if gone else ():
-        if file not in rows or rows[file][1] not in (0, length):
+        other = file.startswith("../") and (os.path.basename(file), length) not in kept
+        if not other and (file not in rows or rows[file][1] not in (0, length)):
             new[length].append(file)
     same = [(old, new[length]) for length, old in gone.items() if len(old) == len(new[length])]
     moved = {old: file for pair in same for old, file in zip(*pair)}
@@ -199,6 +206,15 @@ def _taken_out(images: Images) -> bool:
     """Return whether the validation images are taken out of the training images."""
     train, held_out = images.train, images.held_out
     return held_out is not None and train.root is not None and train.root == held_out.root
+
+
+def _judges(images: Images) -> ImageIndex | None:
+    """Return the validation images by their names as seen from the folder of the training images; None without both."""
+    root, given = images.train.root, images.held_out
+    if root is None or given is None or given.root is None:
+        return None
+    there = os.path.relpath(given.root, root)
+    return replace(given, files=[os.path.normpath(f"{there}/{name}") for name in given.files])
 
 
 def _indices(images: Images) -> list[ImageIndex]:

@@ -1,5 +1,6 @@
 """The labels that a run has learned from are kept in its folder, and model.init carries them on."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,6 +122,35 @@ def test_learned_labels_are_those_of_images_that_moved_since(config, tmp_path):
     assert Path("second/learned.csv").read_text().count("\n") == 1 + 10 + learned_there
     # Of other photos a few have such a length by chance.
     assert not learned(Path("first"), index.take(np.flatnonzero(known)[:4]), True).any()
+
+
+def test_learned_labels_are_those_of_images_in_a_validation_folder(config, tmp_path):
+    first, images = config(10)
+    ours = [images.train.name(i) for i in images.split.indices]
+    for i, name in enumerate(NAMES):
+        with open(tmp_path / "photos" / name, "ab") as photo:
+            photo.write(bytes(i))
+    photos = replace(open_images(first, ALONE, validation=False), held_out=None)
+    Path("first").mkdir()
+    assert write_learned_labels(Path("first"), photos, first) == []
+    # Other photos have the lengths of these: the learned ones lie where they were, or one of them is lost.
+    judges = Path(shutil.copytree("photos", "val"))
+    for i, name in enumerate(NAMES):
+        (judges / name).rename(judges / f"other {i}.jpg")
+    (tmp_path / "photos" / ours[4]).unlink()
+    second, warned = load_config("run.yaml", ["model.init=first", "criterion.supervised_epochs=0"]), []
+    Path("second").mkdir()
+    for moved in ([], ours[:4]):
+        for name in moved:
+            (tmp_path / "photos" / name).rename(judges / name)
+        index = image_tree(tmp_path / "photos")
+        both = Images(index, photos.split, image_tree(judges))
+        left, count = left_to_judge(both, Path("first"), True, ALONE)
+        assert len(left.validation) == 20 and count == 0 and not {*left.validation.files} & {*moved}
+        warned += write_learned_labels(Path("second"), both, second)
+        assert not Path("second/held_out.csv").exists()
+        assert left_to_judge(both, Path("none"), True, ALONE) == (both, 0)  # nothing is known
+    assert len(warned) == 1 and warned[0].startswith("4 of 24 validation images are labels that model.init")
 
 
 def test_learned_labels_of_a_run_without_a_table_are_all_or_none(config):
