@@ -14,9 +14,10 @@ ROUNDS = 30  # of k-means: later ones move few images
 def typical(features: Tensor, labeled: Tensor, count: int, seed: int = 0) -> Tensor:
     """Return the numbers of `count` images to label, int64, the first first: TypiClust (arXiv 2202.02794).
 
-    `features` (N, E), `labeled` (N,) bool. k-means makes as many clusters as there are labels in the end. Each cluster
-    without a label, the largest first, gives its most typical image: that with the nearest NEIGHBORS in its cluster.
-    Deterministic on a device.
+    `features` (N, E), `labeled` (N,) bool. k-means makes as many clusters as there are labels in the end. The cluster
+    with the fewest labels, of equal ones the largest, gives its most typical image: that with the nearest NEIGHBORS in
+    its cluster. Clusters of fewer than SMALLEST images come after further images of the others, and images whose
+    features equal those of a labeled or of an earlier one come last. Deterministic on a device.
     """
     x = F.normalize(features.float())
     clusters = min(int(labeled.sum()) + count, MOST_CLUSTERS, len(x))
@@ -24,12 +25,23 @@ def typical(features: Tensor, labeled: Tensor, count: int, seed: int = 0) -> Ten
     # As lists: on a GPU the host would wait for each number.
     sizes, labels = (rows.bincount(minlength=clusters).tolist() for rows in (member, member[labeled]))
     left = {c: _by_typicality(x, member, labeled, c) for c in range(clusters)}
+    same = x.unique(dim=0, return_inverse=True)[1].tolist()
     found: list[int] = []
+    copies: list[int] = []
+    taken = {same[i] for i in labeled.nonzero()[:, 0].tolist()}
     while len(found) < min(count, int((~labeled).sum())):
         # A cluster of few images is noise, and comes last.
         order = [(sizes[c] < SMALLEST, labels[c], -sizes[c], c) for c in left if left[c]]
+        if not order:
+            found += copies[: count - len(found)]
+            break
         cluster = min(order)[-1]
-        found.append(left[cluster].pop(0))
+        image = left[cluster].pop(0)
+        if same[image] in taken:
+            copies.append(image)
+            continue
+        taken.add(same[image])
+        found.append(image)
         labels[cluster] += 1
     return torch.tensor(found, dtype=torch.int64, device=x.device)
 

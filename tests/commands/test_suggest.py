@@ -32,6 +32,13 @@ def test_typical_takes_the_center_of_each_cluster_without_a_label():
     assert all(abs(i % 21 - 10) <= 1 for i in found.tolist())
     assert torch.equal(typical(x, labeled, 3), found)
     assert len(set(typical(x, labeled, 500).tolist())) == len(x) - 1, "all of them, and none twice"
+    # Copies of one image, also of a labeled one, come last.
+    copied, none = torch.cat([x, x[[3, 31]].repeat(15, 1)]), torch.zeros(30, dtype=torch.bool)
+    for count in (40, 500):
+        found = typical(copied, torch.cat([labeled, none]), count).tolist()
+        assert len(set(found)) == min(count, len(copied) - 1)
+        first = found[: len(x) - 1]
+        assert len(copied[first].unique(dim=0)) == len(first)
 
 
 @pytest.mark.slow
