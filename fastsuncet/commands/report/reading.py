@@ -278,11 +278,9 @@ def stopped_at(config: Config, last: Point) -> str:
     done, planned, form, unit = last.step, o.steps, ",", "updates"
     if planned is None:
         done, planned, form, unit = last.costs.get("epochs"), o.epochs, "g", "epochs"
-    return (
-        ""
-        if done is None or planned is None or done >= planned
-        else f"{done:{form}} of {planned:{form}} {unit}"
-    )
+    if done is None or planned is None or done >= planned:
+        return ""
+    return f"{done:{form}} of {planned:{form}} {unit}"
 
 
 def mean_of(evaluations: Sequence[Point]) -> Point:
