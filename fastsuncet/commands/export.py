@@ -302,11 +302,18 @@ def _timm_config(record: dict[str, Any]) -> dict[str, Any]:
     if not name.startswith(TIMM):
         return {"architecture": name, **shape, "pretrained_cfg": pixels | crop | classes}
     network = timm_backbone.create(name, "meta")
-    known = {key: network.pretrained_cfg[key] for key in ("first_conv", "classifier")}
-    arguments = {"model_args": {"dynamic_img_size": True}} if hasattr(network, "dynamic_img_size") else {}
+    theirs = network.pretrained_cfg
+    known = {key: theirs[key] for key in ("first_conv", "classifier")}
+    arguments: dict[str, Any] = {"dynamic_img_size": True} if hasattr(network, "dynamic_img_size") else {}
+    # As `timm_backbone.create` built it: of the size in timm's own config, whatever images it was trained on.
+    arguments |= {"img_size": theirs["input_size"][1:]} if theirs.get("fixed_input_size") else {}
     del shape["global_pool"]  # as the network has it
-    pretrained = pixels | crop | classes | known
-    return {"architecture": name.removeprefix(TIMM), **shape, **arguments, "pretrained_cfg": pretrained}
+    shape |= {"model_args": arguments} if arguments else {}
+    return {
+        "architecture": name.removeprefix(TIMM),
+        **shape,
+        "pretrained_cfg": pixels | crop | classes | known,
+    }
 
 
 def _model_card(record: dict[str, Any]) -> str:
