@@ -230,14 +230,18 @@ def _tensors(encoder: Encoder) -> dict[str, Tensor]:
     """Return the weights by torchvision's and timm's names: `fc` is the classifier, where the encoder has one."""
     tensors = dict(encoder.module.state_dict())
     if encoder.classifier is not None:
-        module: Any = encoder.module
-        name = module.pretrained_cfg["classifier"] if encoder.name.startswith(TIMM) else "fc"
-        if not isinstance(name, str):
-            raise ConfigError(
-                f"timm's {encoder.name} has no single classifier (but {name}), and this fine-tuning has one: export it "
-                "to onnx, or export the run before its fine-tuning"
-            )
-        tensors |= {f"{name}.{key}": value for key, value in encoder.classifier.state_dict().items()}
+        layer = {f"fc.{key}": value for key, value in encoder.classifier.state_dict().items()}
+        if encoder.name.startswith(TIMM):
+            shapes = timm_backbone.classifier_shapes(encoder.name, encoder.classifier.out_features)
+            # Sorted, a bias is before its weight, which can be that of a 1x1 convolution: (C, width, 1, 1).
+            pairs = list(zip(sorted(shapes), sorted(layer)))
+            if len(shapes) != 2 or any(shapes[key].numel() != layer[ours].numel() for key, ours in pairs):
+                raise ConfigError(
+                    f"timm's {encoder.name} has no classifier of one linear layer (but {first_five(sorted(shapes))}), "
+                    "and this fine-tuning has one: export it to onnx, or export the run before its fine-tuning"
+                )
+            layer = {key: layer[ours].reshape(shapes[key]) for key, ours in pairs}
+        tensors |= layer
     return tensors
 
 

@@ -19,8 +19,10 @@ from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import ConfigError
 
 
-def create(name: str, device: str, seed: int = 0) -> Any:
+def create(name: str, device: str, seed: int = 0, classes: int = 0) -> Any:
     """Build timm's network `name` ("timm/NAME") without a classifier, an nn.Module: (B, 3, S, S) -> (B, width).
+
+    With `classes` it has timm's classifier, and gives logits.
 
     Dropout and stochastic depth are off: a step draws no random numbers, so that it repeats its bits.
 
@@ -35,12 +37,12 @@ def create(name: str, device: str, seed: int = 0) -> Any:
         hint = f"; did you mean {' or '.join(TIMM + each for each in near)}?" if near else ""
         raise ConfigError(f"model.name: timm {timm.__version__} has no network {short}{hint}")
     try:
-        network = _built(short, device, seed)
+        network = _built(short, device, seed, classes)
     except RuntimeError:
         if device != "meta":
             raise
         # Before 1.0.30 timm reads numbers from tensors to build some networks, which have none there.
-        network = _built(short, "cpu", seed).to(device)
+        network = _built(short, "cpu", seed, classes).to(device)
     for module in network.modules():
         for rate in ("drop_rate", "drop_prob", *(["p"] if isinstance(module, _DropoutNd) else [])):
             if isinstance(getattr(module, rate, None), float):
@@ -48,11 +50,11 @@ def create(name: str, device: str, seed: int = 0) -> Any:
     return network
 
 
-def _built(short: str, device: str, seed: int) -> Any:
+def _built(short: str, device: str, seed: int, classes: int) -> Any:
     """Return timm's network as timm draws it from `seed`."""
     import timm
 
-    options = {"pretrained": False, "num_classes": 0}
+    options = {"pretrained": False, "num_classes": classes}
     with torch.device(device), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
@@ -115,3 +117,11 @@ def width_of(name: str) -> int:
             f"model.name: {name} maps {tuple(images.shape)} to {shape}, not images to one vector each"
         )
     return shape[1]
+
+
+@functools.cache
+def classifier_shapes(name: str, classes: int) -> dict[str, torch.Size]:
+    """Return the tensors that "timm/NAME" has with a classifier and not without: shapes by timm's names."""
+    headless = create(name, "meta").state_dict()
+    whole = create(name, "meta", classes=classes).state_dict()
+    return {key: x.shape for key, x in whole.items() if key not in headless}

@@ -73,6 +73,15 @@ def test_export_fine_tuned_network_gives_its_logits_with_a_library_alone(tmp_pat
 
 
 @pytest.mark.slow
+def test_export_gives_timm_a_classifier_that_is_a_convolution(tmp_path):
+    model = save_run(tmp_path / "run", "model.name=timm/dla46x_c", classes=4)
+    folder = export(tmp_path / "run", "safetensors")
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    expected = features(torch.nn.Sequential(model.encoder, model.classifier))
+    torch.testing.assert_close(features(theirs), expected)
+
+
+@pytest.mark.slow
 def test_export_cifar_stem_loads_after_two_lines(tmp_path):
     model = save_run(tmp_path / "run", "model.stem=cifar")
     with pytest.raises(ConfigError, match=r"docs/export\.md for the two lines"):
@@ -256,8 +265,8 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
     for to in ("timm", "safetensors"):
         with pytest.raises(ConfigError, match="timm has no resnet_tiny"):
             export(tmp_path / "tiny", to)
-    save_run(tmp_path / "several", "model.name=timm/repvit_m0_9", classes=4)
-    with pytest.raises(ConfigError, match=r"classifier \(but \('head\.head\.l', 'head\.head_dist\.l'\)\)"):
+    save_run(tmp_path / "several", "model.name=timm/shvit_s1", classes=4)
+    with pytest.raises(ConfigError, match=r"one linear layer \(but head\.bn\.bias, .* and 2 more\)"):
         export(tmp_path / "several", "timm")
     monkeypatch.setattr(export_formats.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx and onnxscript: pip install onnx onnxscript"):
