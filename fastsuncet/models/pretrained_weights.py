@@ -86,10 +86,12 @@ def read_weights_of(name: str, path: Path) -> Weights:
     # Some networks of timm have tables of positions in int64.
     _refuse_odd(path, {key: value for key, value in tensors.items() if value.dtype != torch.int64})
     network = timm_backbone.create(name, "meta")
-    head, first = network.pretrained_cfg["classifier"], next(iter(network.state_dict()))
+    head = network.pretrained_cfg["classifier"]
+    own = [key for key in network.state_dict() if not key.endswith("num_batches_tracked")]
     # What stands before the network's names: "encoder." in a checkpoint of this project, "module." in those of DDP.
-    prefixes = {key.removesuffix(first) for key in tensors if key.endswith(first)}
-    prefix = max(prefixes, key=lambda each: sum(key.startswith(each) for key in tensors), default="")
+    prefixes = [key.removesuffix(own[0]) for key in tensors if key.endswith(own[0])]
+    _refuse_several(path, [each for each in prefixes if all(f"{each}{key}" in tensors for key in own)])
+    prefix = max(prefixes, key=lambda each: sum(f"{each}{key}" in tensors for key in own), default="")
     found = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
     weight, bias = (found.pop(f"{head}.{part}", None) for part in ("weight", "bias"))
     classifier = None if weight is None or bias is None else (weight.float(), bias.float())
@@ -202,15 +204,19 @@ def _network(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             f"{path} holds no ResNet: none of its {len(tensors)} tensors ({first_five([*tensors])}) is a conv1.weight "
             f"of three channels. {KNOWN}"
         )
+    _refuse_several(path, prefixes)
+    (prefix,) = prefixes
+    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    # The heads of this project's checkpoints are beside the encoder.
+    return found | {key: x for key, x in tensors.items() if key.startswith(("head.", "predictor."))}
+
+
+def _refuse_several(path: Path, prefixes: list[str]) -> None:
     if len(prefixes) > 1:
         raise CheckpointError(
             f"{path} holds {len(prefixes)} networks, under {first_five(prefixes)}. Write the one you want to its own "
             "file"
         )
-    (prefix,) = prefixes
-    found = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-    # The heads of this project's checkpoints are beside the encoder.
-    return found | {key: x for key, x in tensors.items() if key.startswith(("head.", "predictor."))}
 
 
 def heads(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -242,8 +242,9 @@ def test_load_encoder_says_what_does_not_fit(tmp_path, config, what):
     assert str(tmp_path / "weights.pth") in str(caught.value)
 
 
-def test_read_weights_of_a_timm_network_refuses_what_is_no_weight(tmp_path):
-    spoil, said = SPOILED["sparse"]
+@pytest.mark.parametrize("what", ["sparse", "two networks"])
+def test_read_weights_of_a_timm_network_refuses_what_is_not_its_weights(tmp_path, what):
+    spoil, said = SPOILED[what]
     state = build_model("timm/test_resnet").encoder.state_dict()
     torch.save(spoil(dict(state)), tmp_path / "weights.pth")
     with pytest.raises(CheckpointError, match=said):
