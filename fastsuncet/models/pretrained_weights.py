@@ -72,7 +72,7 @@ def read_weights(path: Path) -> Weights:
     _refuse_odd(path, tensors)
     name = _name_of(path, trunk)
     stem = "imagenet" if trunk["conv1.weight"].shape[-1] == 7 else "cifar"
-    return Weights(name, stem, trunk, _classifier(tensors, WIDTHS[name]), *heads(tensors))
+    return Weights(name, stem, trunk, _classifier(tensors, "fc", WIDTHS[name]), *heads(tensors))
 
 
 def read_weights_of(name: str, path: Path) -> Weights:
@@ -93,8 +93,8 @@ def read_weights_of(name: str, path: Path) -> Weights:
     _refuse_several(path, [each for each in prefixes if all(f"{each}{key}" in tensors for key in own)])
     prefix = max(prefixes, key=lambda each: sum(f"{each}{key}" in tensors for key in own), default="")
     found = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-    weight, bias = (found.pop(f"{head}.{part}", None) for part in ("weight", "bias"))
-    classifier = None if weight is None or bias is None else (weight.float(), bias.float())
+    classifier = _classifier(found, head, timm_backbone.width_of(name))
+    found = {key: x for key, x in found.items() if key not in (f"{head}.weight", f"{head}.bias")}
     # Below the prefix a "head" is timm's.
     beside = {key: x for key, x in tensors.items() if not key.startswith(prefix)}
     return Weights(name, "imagenet", found, classifier, *heads(beside))
@@ -280,10 +280,10 @@ def _name_of(path: Path, trunk: Mapping[str, Tensor]) -> str:
     )
 
 
-def _classifier(tensors: Mapping[str, Tensor], width: int) -> tuple[Tensor, Tensor] | None:
-    """Return fc where it is a linear layer on the encoder; an fc of another shape is another head."""
-    weight, bias = tensors.get("fc.weight"), tensors.get("fc.bias")
-    if weight is None or weight.ndim != 2 or weight.shape[1] != width:
+def _classifier(tensors: Mapping[str, Tensor], layer: str, width: int) -> tuple[Tensor, Tensor] | None:
+    """Return `layer` where it is linear on the encoder, or a 1x1 convolution; one of another shape is another head."""
+    weight, bias = (tensors.get(f"{layer}.{part}") for part in ("weight", "bias"))
+    if weight is None or weight.shape[1:] not in ((width,), (width, 1, 1)):
         return None
     bias = weight.new_zeros(len(weight)) if bias is None else bias
-    return (weight.float(), bias.float()) if bias.shape == weight.shape[:1] else None
+    return (weight.flatten(1).float(), bias.float()) if bias.shape == weight.shape[:1] else None

@@ -16,7 +16,7 @@ from fastsuncet.config import Config, load_config
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import choose, load_encoder, load_on_every_rank
-from fastsuncet.models.pretrained_weights import read_weights_of
+from fastsuncet.models.pretrained_weights import read_weights_of, require_fit
 from fastsuncet.models.resnet import build_model
 from tests.support.checkpoints import HARMS, save_model
 from tests.support.exports import IMAGES, built
@@ -249,6 +249,27 @@ def test_read_weights_of_a_timm_network_refuses_what_is_not_its_weights(tmp_path
     torch.save(spoil(dict(state)), tmp_path / "weights.pth")
     with pytest.raises(CheckpointError, match=said):
         read_weights_of("timm/test_resnet", tmp_path / "weights.pth")
+
+
+CLASSIFIERS = {
+    "without a bias": ("test_resnet", lambda s: without(s, "fc.bias"), "fc"),
+    "a convolution": ("dla46x_c", lambda s: s, "fc"),
+}
+
+
+@pytest.mark.parametrize("what", CLASSIFIERS)
+def test_read_weights_of_a_timm_network_keeps_a_linear_classifier_alone(tmp_path, what):
+    name, change, layer = CLASSIFIERS[what]
+    state = change(timm.create_model(name, num_classes=7).state_dict())
+    torch.save(state, tmp_path / "weights.pth")
+    weights = read_weights_of(f"timm/{name}", tmp_path / "weights.pth")
+    require_fit(build_model(f"timm/{name}", device="meta").encoder, weights.encoder, name)
+    if layer is None:
+        assert weights.classifier is None
+    else:
+        weight, bias = weights.classifier
+        assert torch.equal(weight, state[f"{layer}.weight"].flatten(1))
+        assert torch.equal(bias, state.get(f"{layer}.bias", torch.zeros(7)))
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 cut short", b"\x80\x02}q\x00."])
