@@ -85,16 +85,18 @@ def read_weights_of(name: str, path: Path) -> Weights:
     tensors = _tensors(path)
     # Some networks of timm have tables of positions in int64.
     _refuse_odd(path, {key: value for key, value in tensors.items() if value.dtype != torch.int64})
-    network = timm_backbone.create(name, "meta")
-    head = network.pretrained_cfg["classifier"]
-    own = [key for key in network.state_dict() if not key.endswith("num_batches_tracked")]
+    network = timm_backbone.create(name, "meta").state_dict()
+    own = [key for key in network if not key.endswith("num_batches_tracked")]
     # What stands before the network's names: "encoder." in a checkpoint of this project, "module." in those of DDP.
     prefixes = [key.removesuffix(own[0]) for key in tensors if key.endswith(own[0])]
     _refuse_several(path, [each for each in prefixes if all(f"{each}{key}" in tensors for key in own)])
     prefix = max(prefixes, key=lambda each: sum(f"{each}{key}" in tensors for key in own), default="")
     found = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
-    classifier = _classifier(found, head, timm_backbone.width_of(name))
-    found = {key: x for key, x in found.items() if key not in (f"{head}.weight", f"{head}.bias")}
+    layers = {key.rpartition(".")[0] for key in timm_backbone.classifier_shapes(name, 2)}
+    # Of several layers none is a linear classifier on the encoder.
+    classifier = _classifier(found, min(layers), timm_backbone.width_of(name)) if len(layers) == 1 else None
+    ends = tuple(f"{layer}." for layer in layers)
+    found = {key: x for key, x in found.items() if key in network or not key.startswith(ends)}
     # Below the prefix a "head" is timm's.
     beside = {key: x for key, x in tensors.items() if not key.startswith(prefix)}
     return Weights(name, "imagenet", found, classifier, *heads(beside))

@@ -254,6 +254,8 @@ def test_read_weights_of_a_timm_network_refuses_what_is_not_its_weights(tmp_path
 CLASSIFIERS = {
     "without a bias": ("test_resnet", lambda s: without(s, "fc.bias"), "fc"),
     "a convolution": ("dla46x_c", lambda s: s, "fc"),
+    "several layers": ("efficientvit_m0", lambda s: s, None),
+    "an MLP": ("test_resnet", lambda s: without(s, "fc.") | {"fc.0.weight": torch.ones(7, 9)}, None),
 }
 
 
