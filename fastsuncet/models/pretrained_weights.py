@@ -149,7 +149,7 @@ def digest_of(path: Path) -> str:
 
 def _read(path: Path) -> Any:
     try:
-        if path.suffix == ".safetensors":
+        if path.suffix.lower() == ".safetensors":
             return safetensors.torch.load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except MemoryError as error:

@@ -173,8 +173,8 @@ def test_load_encoder_finds_the_weights_in_any_file(tmp_path, config, what):
 def test_load_encoder_reads_float16_of_safetensors_as_float32(tmp_path, config):
     network = built().encoder
     half = {k: v.half() if v.is_floating_point() else v for k, v in network.state_dict().items()}
-    safetensors.torch.save_file(half, tmp_path / "weights.safetensors")
-    module = load_encoder(tmp_path / "weights.safetensors", config).module
+    safetensors.torch.save_file(half, tmp_path / "WEIGHTS.SAFETENSORS")
+    module = load_encoder(tmp_path / "WEIGHTS.SAFETENSORS", config).module
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     assert torch.equal(module.conv1.weight, network.conv1.weight.half().float())
 
