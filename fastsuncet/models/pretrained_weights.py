@@ -26,8 +26,9 @@ from fastsuncet.models.resnet import OWN, WIDTHS, build_model
 from pipelines.output import first_five
 
 # Where trainers put the network in their files: the authors, torchvision's references and timm, many others. As timm
-# does, averaged weights are taken before those that they are averages of.
-WRAPPINGS = ("state_dict_ema", "model_ema", "encoder", "state_dict", "model", "model_state_dict")
+# does, averaged weights are taken before those that they are averages of; DINO's are its teacher, and beside a "model"
+# a teacher can be another network.
+WRAPPINGS = ("state_dict_ema", "model_ema", "encoder", "state_dict", "model", "model_state_dict", "teacher")
 TRUNK = re.compile(r"(conv1|bn1|layer\d+)\.")
 HEADS = re.compile(r"(fc|pred|predictor|head|classifier|prototypes|projection_head)\.")  # on top of the trunk
 # The layers of PAWS's heads in its authors' files -> here.

@@ -149,6 +149,7 @@ FILES = {
     "below a key": lambda s: wrapped(s, "module. in state_dict"),
     "averaged": lambda s: {"state_dict": {k: 0 * x for k, x in s.items()}, "state_dict_ema": s},
     "to be averaged": lambda s: {"model": s, "model_ema": {"decay": 0.99}},
+    "DINO's": lambda s: {"student": {k: 0 * x for k, x in s.items()}, "teacher": wrapped(s, "backbone.")},
     "below both": lambda s: wrapped(s, "encoder. in model"),
     "old, without num_batches_tracked": lambda s: without(s, "num_batches_tracked"),
     "SuNCEt's": lambda s: of_the_authors(s, "", "fc.0", "fc.2"),
