@@ -143,8 +143,8 @@ def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
 
     Its row then has the name of the new image of its length. Not where more or fewer new images have this length, as in
     folders of BMP, and not at all where less than half of what has gone is found: of other photos some have such a
-    length by chance, and photos that were edited keep their names. One that is now in a
-    validation folder elsewhere has kept its file name: others have such a length by chance.
+    length by chance, and photos that were edited keep their names. One that is now in a validation folder elsewhere has
+    kept its file name.
     """
     if not rows:
         return rows
