@@ -26,8 +26,9 @@ from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.config import Config
 from fastsuncet.distributed.place import Place, pick_device
 from fastsuncet.errors import CheckpointError, ConfigError
-from fastsuncet.evaluation.encoder import Encoder, load_encoder, module_digest
+from fastsuncet.evaluation.encoder import Encoder, load_encoder
 from fastsuncet.evaluation.features import outputs
+from fastsuncet.evaluation.finetuning.record import module_digest
 from fastsuncet.evaluation.scoring import require_finite
 from fastsuncet.training.determinism import set_determinism
 from pipelines import atomic_files

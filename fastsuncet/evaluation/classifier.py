@@ -26,10 +26,10 @@ from fastsuncet.data.dataset import open_images
 from fastsuncet.data.learned_labels import learned, learned_lengths
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.calibration import FOLDS, Calibration, Classify, calibrate, out_of_fold
-from fastsuncet.evaluation.encoder import Encoder, linear_layer, load_encoder, module_digest
+from fastsuncet.evaluation.encoder import Encoder, linear_layer, load_encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.job import RESULT
-from fastsuncet.evaluation.finetuning.record import labels_digest
+from fastsuncet.evaluation.finetuning.record import labels_digest, module_digest
 from fastsuncet.evaluation.linear import choose_strength, fit_linear, linear_logits
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import labeled, require_finite, share_right, wilson_interval

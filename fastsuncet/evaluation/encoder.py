@@ -4,7 +4,6 @@ An export is a file and a JSON, named by `record_path`, that says what network i
 """
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -62,10 +61,11 @@ class Encoder:
     tuned: int | None = None  # updates of fine-tuning after the pre-training
     trained: Config | None = None  # the config of the run; None for a file of weights of another program
     view: Center | None = None  # the pixels that the encoder expects; None where nothing says it
+    sha256: str = ""  # of the file with the weights
 
     def record(self) -> dict[str, Any]:
         """Return what a result records of its encoder."""
-        return {key: getattr(self, key) for key in ("source", "step", "epoch", "method", "ledger")}
+        return {key: getattr(self, key) for key in ("source", "step", "epoch", "method", "ledger", "sha256")}
 
     @property
     def lies_at(self) -> Path | None:
@@ -139,7 +139,7 @@ def load_on_every_rank(place: Place, path: Path, config: Config) -> Encoder:
     """
     encoder = on_every_rank(lambda: load_encoder(path, config))
     if place.world_size > 1:
-        require_same({f"the weights in {path}": module_digest(encoder.module)}, ConfigError)
+        require_same({f"the weights in {path}": encoder.sha256}, ConfigError)
     return encoder
 
 
@@ -169,12 +169,12 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
         return _from_export(found, config)
     if config is not None and config.model.name.startswith(TIMM):
         try:
-            return _encoder(read_weights_of(config.model.name, found), str(found))
+            return _encoder(read_weights_of(config.model.name, found), str(found), sha256=digest_of(found))
         except CheckpointError as error:
             with contextlib.suppress(CheckpointError):  # a ResNet to compare with
-                return _encoder(read_weights(found), str(found))
+                return _encoder(read_weights(found), str(found), sha256=digest_of(found))
             raise error from None
-    return _encoder(read_weights(found), str(found))
+    return _encoder(read_weights(found), str(found), sha256=digest_of(found))
 
 
 def _encoder(
@@ -194,16 +194,6 @@ def _encoder(
     known["classifier"] = None if weights.classifier is None else linear_layer(*weights.classifier)
     width = width_of(weights.name)
     return Encoder(module, width, weights.name, weights.stem, source, head=weights.head, **known)
-
-
-def module_digest(module: nn.Module) -> str:
-    """Return the sha256 of a module's names, shapes and values."""
-    digest = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        values = tensor.detach().cpu().contiguous().numpy()
-        digest.update(f"{name} {values.dtype} {values.shape}\n".encode())
-        digest.update(values.tobytes())
-    return digest.hexdigest()
 
 
 def linear_layer(weight: Tensor, bias: Tensor) -> nn.Linear:
@@ -237,7 +227,8 @@ def _from_export(path: Path, shown: Config | None) -> Encoder:
         )
     config = _trained(str(path), record, shown)
     weights = read_weights_of(config.model.name, path)
-    return _encoder(weights, str(path), config, cost, tuned=cost.get("tuned"), classes=tuple(classes))
+    known = {"tuned": cost.get("tuned"), "classes": tuple(classes), "sha256": digest}
+    return _encoder(weights, str(path), config, cost, **known)
 
 
 def _trained(source: str, meta: Mapping[str, Any], shown: Config | None) -> Config:
@@ -272,7 +263,8 @@ def _from_checkpoint(loaded: LoadedCheckpoint, shown: Config | None) -> Encoder:
         classifier = tensors[f"{CLASSIFIER}weight"], tensors[f"{CLASSIFIER}bias"]
     weights = Weights(config.model.name, config.model.stem, encoder, classifier, *heads(tensors))
     tuned, classes = None if started is None else loaded.step, tuple(loaded.meta.get("classes", ()))
-    return _encoder(weights, source, config, cost, tuned=tuned, classes=classes)
+    digest = loaded.meta["files"][MODEL]["sha256"]
+    return _encoder(weights, source, config, cost, tuned=tuned, classes=classes, sha256=digest)
 
 
 def _normalization(config: Config) -> str:

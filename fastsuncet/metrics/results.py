@@ -6,7 +6,7 @@ The name follows from what was evaluated, so that a repeated evaluation replaces
      "metrics": {"top1": 0.61, "top5": 0.85},          from 0 to 1
      "images": 10000,                                  evaluated, each once
      "labels": {"kind": "bernoulli", "fraction": 0.1, "count": 5006},
-     "encoder": {"source", "step", "epoch", "method", "ledger"},      of Encoder.record
+     "encoder": {"source", "step", "epoch", "method", "ledger", "sha256"},      of Encoder.record
      "setting": {"k": 10},                             the numbers that define the evaluation
      "asked": {"evaluation.knn_k": 10, ...},           what the config says about it, where that is not a default
      "run": "cifar10_suncet",
@@ -54,6 +54,7 @@ class EncoderRecord(BaseModel, strict=True, extra="allow"):
     epoch: FiniteFloat | None = None
     method: str | None = None
     ledger: dict[str, FiniteFloat] | None = None
+    sha256: str | None = None
 
 
 class LabelsRecord(BaseModel, strict=True, extra="allow"):

@@ -1,6 +1,7 @@
 """`fastsuncet sweep`: each command of each run once, in order, and the exit code says how it ended."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -118,6 +119,14 @@ def test_sweep_runs_commands_in_order_and_only_once_unless_the_run_went_on(scrip
     assert states == ["done", "to do again: the run has gone on", "done", "done"]
 
 
+def write_weights(folder: Path) -> None:
+    """Write what a sweep reads of a fine-tuning x and of a file y."""
+    (folder / "x" / "checkpoints" / "step_00000009").mkdir(parents=True)
+    meta = {"files": {"model.safetensors": {"sha256": "x"}}}
+    (folder / "x" / "checkpoints" / "step_00000009" / "meta.json").write_text(json.dumps(meta))
+    (folder / "y").write_bytes(b"y")
+
+
 @pytest.mark.parametrize(
     ("command", "changes", "done"),
     [
@@ -129,10 +138,16 @@ def test_sweep_runs_commands_in_order_and_only_once_unless_the_run_went_on(scrip
         ("evaluate knn: ", {"encoder": {"source": "runs/other/checkpoints/step_00000002", "step": 2}}, False),
         ("evaluate knn: {every_checkpoint: true}", {}, False),  # there are two
         ("evaluate knn: {encoder: finetune/x}", {}, False),
-        ("evaluate knn: {encoder: finetune/x}",
-         {"encoder": {"source": "runs/two-fraction0.1/finetune/x/checkpoints/step_00000009", "step": 2}}, True),
+        ("evaluate knn: {encoder: finetune/x}", {"encoder": {"source": "moved/x", "step": 2, "sha256": "x"}}, True),
+        ("evaluate knn: {encoder: finetune/x}",  # which was made again
+         {"encoder": {"source": "runs/two-fraction0.1/finetune/x/checkpoints/step_00000009", "sha256": "y"}}, False),
+        ("evaluate knn: {encoder: finetune/y}", {"encoder": {"sha256": hashlib.sha256(b"y").hexdigest()}}, True),
+        ("evaluate knn: ",  # of a fine-tuning that has the run's name
+         {"encoder": {"source": "finetune/two-fraction0.1/checkpoints/step_00000009", "step": 2}}, False),
         ("transfer: ", {"kind": "transfer", "metrics": {"cifar10": 0.5}}, False),
         ("transfer: ", {"kind": "transfer", "metrics": {"cifar10": 0.5, "cifar100": 0.5, "voc07": 0.5}}, True),
+        ("transfer: {set: {transfer.datasets: [voc07]}}",
+         {"kind": "transfer", "metrics": {"cifar10": 0.5, "voc07": 0.5}, "asked": "cifar10"}, True),
     ],
 )  # fmt: skip
 def test_job_is_done_when_its_result_exists(command, changes, done):
@@ -143,7 +158,10 @@ def test_job_is_done_when_its_result_exists(command, changes, done):
     for step in (1, 2):
         (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
     (folder / "checkpoints" / "step_00000003.old").mkdir()  # a user's copy is none
+    write_weights(folder / "finetune")
     settings = asked(job.config, job.command.split()[-1])
+    if changes.get("asked") == "cifar10":  # by the task before
+        changes = changes | {"asked": settings | {"transfer.datasets": ["cifar10"]}}
     result(folder, 2, 0.5, **{"kind": "knn", "asked": settings, **changes})
     assert job_state(job).done == done
 

@@ -124,7 +124,7 @@ def test_transfer_retrains_the_best_cell_and_tests_it(top, fits):
     (result,) = read_results(whole / "digits_demo")
     assert result["kind"] == "transfer" and result["metrics"] == {"cifar10": selected["metric"]}
     path, *overrides = config_of(top, whole)
-    found = Job("transfer", (), (), ("--encoder", "tiny.pth"), load_config(path, overrides))
+    found = Job("transfer", (), (), ("--encoder", str(top / "tiny.pth")), load_config(path, overrides))
     assert job_state(found).done, "a sweep would do it again"
     chosen = result["chosen"]["cifar10"]
     assert (chosen["lr"], chosen["weight_decay"]) == (best["lr"], best["weight_decay"])
@@ -225,10 +225,11 @@ def test_voc_is_chosen_on_val_and_tested_by_its_own_metric(top, tmp_path):
 def test_results_of_data_sets_saved_at_the_same_moment_or_after_a_move_are_kept(tmp_path, monkeypatch):
     retrained = {**dict.fromkeys(transfer.FROM_RETRAINED, 1), "metric": 0.5, "images": 9}
 
-    def save(name: str, top: Path = tmp_path / "old", *overrides: str) -> None:
+    def save(name: str, top: Path = tmp_path / "old", *overrides: str, sha256: str = "a") -> None:
         config = small_config(top, *overrides)
         source = f"{config.run_folder}/checkpoints/step_00000010"
-        encoder = types.SimpleNamespace(record=lambda: {"source": source, "step": 10})
+        record = {"source": source, "step": 10, "sha256": sha256}
+        encoder = types.SimpleNamespace(record=lambda: record, sha256=sha256)
         task = types.SimpleNamespace(name=name, title="top-1")
         shared = {"config": config, "asked": {}, "task": task, "encoder": encoder, "place": ALONE}
         dataset = types.SimpleNamespace(**shared, folder=tmp_path / name)
@@ -253,6 +254,10 @@ def test_results_of_data_sets_saved_at_the_same_moment_or_after_a_move_are_kept(
     # Of a file of weights the config says the pixels, and other ones are another result.
     save("cifar10", tmp_path / "new", "data.augmentation.std=[0.5,0.5,0.5]")
     assert len(read_results(small_config(tmp_path / "new").run_folder)) == 2
+    # Other weights of the same name have none of the metrics.
+    save("cifar100", tmp_path / "new", sha256="b")
+    found = [record["metrics"] for record in read_results(small_config(tmp_path / "new").run_folder)]
+    assert {"cifar100": 0.5} in found and len(found) == 2
 
 
 def test_transfer_names_what_is_missing_before_the_first_cell(top, tmp_path, capsys, monkeypatch):

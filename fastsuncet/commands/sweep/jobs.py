@@ -1,5 +1,6 @@
 """What is done already: a run says so in its status.json, an evaluation by its results in the run's folder."""
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -63,19 +64,32 @@ def _is_good(folder: Path, step: Any) -> bool:
 def _results_of(job: Job) -> Iterator[dict[str, Any]]:
     """Yield the results that the job's command wrote with its settings, of its encoder at any step."""
     kind, folder = job.command.split()[-1], job.config.run_folder
-    encoder = Path(job.options[1]) if "--encoder" in job.options else folder
+    weights = _weights_in(Path(job.options[1])) if "--encoder" in job.options else None
     settings, precision = asked(job.config, kind), job.config.meta.precision
     data_sets = set(job.config.transfer.datasets) if kind == "transfer" else set()
     for record in read_results(folder):
-        source = Path(record["encoder"].get("source") or "")
-        # By name, since a run can be moved: the folder that holds checkpoints/step_..., or a file.
-        of_encoder = encoder.name in (source.parent.parent.name, source.name)
+        # The run's own checkpoints by its name, since a run can be moved; a fine-tuning can have the same.
+        home = Path(record["encoder"].get("source") or "").parent.parent
+        of_encoder = (home.name, home.parent.name != "finetune") == (folder.name, True)
+        if weights is not None:
+            of_encoder = record["encoder"].get("sha256") in weights
         # A transfer's result grows with each data set.
         complete = data_sets <= set(record["metrics"])
         # "auto" took what the hardware has.
         same = precision in ("auto", record["setting"].get("precision", precision))
-        if of_encoder and complete and same and (record["kind"], record.get("asked")) == (kind, settings):
+        given = record.get("asked", {}) | {
+            key: settings[key] for key in settings if key == "transfer.datasets"
+        }
+        if of_encoder and complete and same and (record["kind"], given) == (kind, settings):
             yield record
+
+
+def _weights_in(encoder: Path) -> set[str]:
+    """Return the sha256 of a file of weights, of an export or a checkpoint; of a run's folder those of all its own."""
+    files = [path for path in (encoder, encoder / "model.safetensors") if path.is_file()]
+    metas = map(atomic_files.read_object, encoder.glob("checkpoints/step_*/meta.json"))
+    kept = {file["sha256"] for meta in metas for file in meta.get("files", {}).values()}
+    return kept | {hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def _training_state(config: Config, status: dict[str, Any]) -> JobState:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from fastsuncet.checkpoint.run_folder import disk_errors, on_rank_0, shown
 from fastsuncet.config import Config, PerRank, flat
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import CheckpointError
-from fastsuncet.evaluation.encoder import Encoder, module_digest
+from fastsuncet.evaluation.encoder import Encoder
 from pipelines import atomic_files
 from pipelines.datasets.index import ImageIndex
 from pipelines.output import counted
@@ -30,6 +31,16 @@ KEYS = (
 START = ("linear.strength", "linear.max_iterations")  # the same, of what finetune.head: linear starts from
 # Those that change how numbers are rounded.
 ROUNDING = ("meta.device", "meta.channels_last", "meta.compile", "meta.threads", "data.backend")
+
+
+def module_digest(module: nn.Module) -> str:
+    """Return the sha256 of a module's names, shapes and values."""
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        values = tensor.detach().cpu().contiguous().numpy()
+        digest.update(f"{name} {values.dtype} {values.shape}\n".encode())
+        digest.update(values.tobytes())
+    return digest.hexdigest()
 
 
 def indices_digest(indices: np.ndarray) -> str:

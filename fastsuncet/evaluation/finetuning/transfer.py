@@ -25,13 +25,14 @@ from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import NumericalError, Preempted
-from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_on_every_rank, module_digest
+from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_on_every_rank
 from fastsuncet.evaluation.finetuning.data_sets import TransferTask, open_task
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.evaluation.finetuning.record import (
     KEYS,
     config_values,
     indices_digest,
+    module_digest,
     read_record,
     resolve_batch,
     sizes,
@@ -359,6 +360,8 @@ def save_result(dataset: DatasetGrid, validated: CellResult, retrained: CellResu
             path = folder / f"{name_of(run, record)}.json"
             if path.exists():
                 old = read_result(path)
-                record |= {key: old[key] | record[key] for key in ("metrics", "chosen")}
+                # A file or a fine-tuning of this name can have had other weights.
+                if old["encoder"].get("sha256") == dataset.encoder.sha256:
+                    record |= {key: old[key] | record[key] for key in ("metrics", "chosen")}
             record["images"] = sum(chosen["images"] for chosen in record["chosen"].values())
             return write_result(run, record)
