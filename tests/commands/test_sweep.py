@@ -148,6 +148,8 @@ def write_weights(folder: Path) -> None:
         ("transfer: ", {"kind": "transfer", "metrics": {"cifar10": 0.5, "cifar100": 0.5, "voc07": 0.5}}, True),
         ("transfer: {set: {transfer.datasets: [voc07]}}",
          {"kind": "transfer", "metrics": {"cifar10": 0.5, "voc07": 0.5}, "asked": "cifar10"}, True),
+        ("transfer: ", {"kind": "transfer", "metrics": {"cifar10": 0.5, "cifar100": 0.5, "voc07": 0.5},
+         "asked": "cifar10"}, True),
     ],
 )  # fmt: skip
 def test_job_is_done_when_its_result_exists(command, changes, done):

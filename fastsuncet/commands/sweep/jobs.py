@@ -77,10 +77,8 @@ def _results_of(job: Job) -> Iterator[dict[str, Any]]:
         complete = data_sets <= set(record["metrics"])
         # "auto" took what the hardware has.
         same = precision in ("auto", record["setting"].get("precision", precision))
-        given = record.get("asked", {}) | {
-            key: settings[key] for key in settings if key == "transfer.datasets"
-        }
-        if of_encoder and complete and same and (record["kind"], given) == (kind, settings):
+        given, wanted = ({**each, "transfer.datasets": None} for each in (record.get("asked", {}), settings))
+        if of_encoder and complete and same and (record["kind"], given) == (kind, wanted):
             yield record
 
 
