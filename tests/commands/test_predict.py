@@ -294,7 +294,7 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     temperature = record["calibration"]["temperature"]
     printed = capsys.readouterr().out
     assert "all of them are labeled" in run_cli(f"predict {folder} mine --output mine.csv")
-    assert f"fine-tuned, of {folder};" in printed and f"before temperature {temperature:.2f}" in printed
+    assert f"fine-tuned, of {folder};" in printed and f"temperature {temperature:.2f}" in printed
     # Its export elsewhere has none.
     run_cli(f"export {folder} --to torchvision --output away.pth")
     raw = fastsuncet.predict("away.pth", "photos")
