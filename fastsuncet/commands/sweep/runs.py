@@ -181,7 +181,8 @@ def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
     Raises ConfigErrors with everything that is wrong with any config, and for two runs of one name or an override of a
     key that varies.
     """
-    varying = {*spec.vary, TAG}
+    groups = (spec, *spec.chosen.values())
+    varying = {TAG}.union(*(settings for each in groups for settings in (each.vary, *each.runs.values())))
     problems = [
         Problem(key, "varies in this sweep; leave it out, or choose runs with --only", Origin(COMMAND_LINE))
         for override in overrides
