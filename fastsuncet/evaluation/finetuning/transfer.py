@@ -242,7 +242,8 @@ def open_grids(
 def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
     """Run the shard's cells one after the other, then choose for every data set whose cells are all finished.
 
-    Raises Preempted once a signal came, between cells as well as within one.
+    Raises Preempted once a signal came, between cells as well as within one; NumericalError, after all other data sets
+    have their result, for those that have none.
     """
     say = grids[0].place.say
     every = [(dataset, cell) for dataset in grids for cell in grid(dataset.config)]
@@ -267,9 +268,15 @@ def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
             if left := sum(item not in done for item in mine[number:]):
                 text += f"; {left} left, about {duration(left * sum(seconds) / len(seconds))}"
         say(f"    {text}" if new else f"    done before: {text}")
+    diverged = []
     for dataset in grids:
         stop_if_requested(dataset.signals)
-        conclude(dataset)
+        try:
+            conclude(dataset)
+        except NumericalError as error:
+            diverged.append(str(error))
+    if diverged:
+        raise NumericalError("\n".join(diverged))
 
 
 def stop_if_requested(signals: SignalFlag) -> None:
