@@ -7,8 +7,8 @@ from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train
 from fastsuncet.commands.preview import preview
 from fastsuncet.commands.ranks import as_rank
-from fastsuncet.commands.report.compute_saved import crossing, target
-from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
+from fastsuncet.commands.report.compute_saved import target
+from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange, labels_text
 from fastsuncet.config import Config, load_config
 from fastsuncet.config.reader import as_yaml
 from fastsuncet.config.shipped import shipped
@@ -83,9 +83,9 @@ def evaluate_checkpoints(config: Config, place: Place) -> Curve:
             say_line(f"{path.name}: {measured.notes[-1]}")
         costs = {"petaflops": loaded.meta["ledger"]["petaflops"]}
         points.append(Point(loaded.step, costs, {"top1": measured.metrics["top1"]}))
-    what, supervised = Measurement("linear", "10 % labels"), config.criterion.supervised
-    name = methods.name(config)
-    return Curve(str(config.run_folder), name, config.meta.seed, what, tuple(points), supervised)
+    labels = labels_text({**dict(config.data.split), "count": len(images.split.indices)})
+    what, name, seed = Measurement("linear", labels), methods.name(config), config.meta.seed
+    return Curve(str(config.run_folder), name, seed, what, tuple(points), config.criterion.supervised)
 
 
 def table(*curves: Curve) -> list[str]:
@@ -104,22 +104,27 @@ def verdict(alone: Curve, baseline: Curve, ours: Curve) -> str:
     labels, theirs, own = ([p.metrics["top1"] for p in curve.points] for curve in (alone, baseline, ours))
     difference = 100 * (own[-1] - theirs[-1])
     words = f"{abs(difference):.1f} points {'more' if difference > 0 else 'less'}"
-    share = alone.points[-1].costs["petaflops"] / ours.points[-1].costs["petaflops"]
+    few, costs, spent = ([p.costs["petaflops"] for p in curve.points] for curve in (alone, baseline, ours))
+    more = f"{spent[-1] / costs[-1]:.0%}"
+    compute, whole = f"{more} of SimCLR's compute", "SuNCEt's compute"
+    if more == "100%":
+        compute, whole = "the same compute", "the compute"
+    some = ours.measurement.labels.replace("% labels", "% of the labels")
     lines = [
-        f"After the same compute a linear classifier on 10 % of the labels is right on {100 * own[-1]:.1f} % "
-        f"of the test digits with SuNCEt and on {100 * theirs[-1]:.1f} % without: "
+        f"After {compute} a linear classifier on {some} is right on {100 * own[-1]:.1f} % of the test digits "
+        f"with SuNCEt and on {100 * theirs[-1]:.1f} % without: "
         + ("no difference." if abs(difference) < 0.05 else f"{words}."),
-        f"The labels alone have {100 * labels[-1]:.1f} % for {share:.0%} of the compute.",
+        f"The labels alone have {100 * labels[-1]:.1f} % for {few[-1] / spent[-1]:.0%} of {whole}.",
     ]
-    steps = [p.step or 0 for p in ours.points]  # an update costs both methods the same
     for rule in ("final", "best"):
-        _, accuracy, updates = target([p.step or 0 for p in baseline.points], theirs, rule)
-        reached = crossing(steps, own, accuracy)
-        which = f"SimCLR's {rule} accuracy ({100 * accuracy:.1f} %, after {updates} updates)"
+        position, accuracy, cost = target(costs, theirs, rule)
+        which = f"SimCLR's {rule} accuracy ({100 * accuracy:.1f} %, after {baseline.points[position].step} updates)"
+        reached = next((p for p in ours.points if p.metrics["top1"] >= accuracy), None)
         lines.append(
             f"SuNCEt never reached {which} in this run."
             if reached is None
-            else f"SuNCEt reached {which} after {reached[1]} updates: {reached[1] / updates:.0%} of the compute."
+            else f"SuNCEt reached {which} after {reached.step} updates: "
+            f"{reached.costs['petaflops'] / cost:.0%} of the compute."
         )
     lines.append(
         "This is one seed on 355 test digits, where a point is 3 or 4 of them: see RESULTS.md for three seeds."
