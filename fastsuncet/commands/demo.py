@@ -27,9 +27,8 @@ CONFIGS = ("digits_alone", "digits_simclr", "digits_demo")  # labels alone, SimC
 def demo(folder: Path, *, seed: int = 0, overrides: tuple[str, ...] = ()) -> list[Curve]:
     """Run the three methods with `seed`, write the pictures and the numbers into `folder`, and print what was seen."""
     began = time.perf_counter()
-    curves = []
-    for name in CONFIGS:
-        config = load_config(
+    configs = [
+        load_config(
             shipped()[name],
             [
                 f"logging.folder={as_yaml(str(folder))}",
@@ -42,6 +41,15 @@ def demo(folder: Path, *, seed: int = 0, overrides: tuple[str, ...] = ()) -> lis
                 *overrides,
             ],
         )
+        for name in CONFIGS
+    ]
+    # What is wrong with the last one is said before the first is trained.
+    for config in configs:
+        train.check_before_images(config)
+        with as_rank(config) as place:
+            config.resolve(place.world_size, *open_images(config, place, validation=True).counts())
+    curves = []
+    for config in configs:
         say_line(f"\n=== {methods.name(config)}, seed {seed}")
         with as_rank(config) as place:
             train.train(config, place)

@@ -49,6 +49,11 @@ def test_verdict_follows_from_the_numbers():
         assert said in other
 
 
+def test_demo_checks_all_configs_before_it_trains(run_cli):
+    said = run_cli("demo optimization.steps=60", code=2)  # with 14 an epoch; the others have fewer
+    assert "must be shorter than the run: 5 epochs are 70 steps of 60" in said and not Path("runs").exists()
+
+
 def test_demo_compares_at_equal_compute_and_writes_its_pictures(capsys):
     folder = Path("seed #3")  # in YAML a comment
     few = ("optimization.steps=12", "optimization.warmup=0", "checkpoint.every=6", "meta.threads=1")
