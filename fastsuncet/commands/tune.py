@@ -64,13 +64,13 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
         found: list[Tried] = []
         base: dict[str, Any] = {}
         for name, values in rungs:  # each on top of what won before it
-            outcome, contender = Verdict("not tried: no time left", final=False), {**base, **values}
+            outcome, word, contender = Verdict("no time left", final=False), "not tried", {**base, **values}
             left = broadcast_json(ends - time.monotonic())
             if left > 0 and not any_rank(stopped()):
                 seconds = min(CHILD, max(60.0, left))
                 outcome = processes.compare(request, base, contender, seconds, stopped)
+                word = "won" if outcome.won else "not usable" if outcome.problem else "no gain"
             base = contender if outcome.won else base
-            word = "won" if outcome.won else "not usable" if outcome.problem else "no gain"
             place.say(f"{name:<24} {word:<11} {outcome.problem or _times(outcome)}")
             found.append(((name, values), outcome))
         if any_rank(stopped()):

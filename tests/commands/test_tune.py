@@ -53,7 +53,7 @@ def test_tune_stops_on_a_signal_and_counts_trials_of_kernels(monkeypatch, run_cl
     monkeypatch.setattr(tune.fast_paths, "choose", lambda *_: signal.raise_signal(signal.SIGTERM) or {})
     assert run_cli(command, code=75) and json.loads(status.read_text())["exit_code"] == 75
     monkeypatch.setattr(tune.fast_paths, "choose", lambda *_: clock.append(61.0) or {})
-    assert "not tried: no time left" in run_cli(command) and not status.exists()
+    assert "read-ahead: 3            not tried   no time left" in run_cli(command) and not status.exists()
 
 
 def test_tune_tries_each_contender_on_those_that_won(run_cli, monkeypatch):
