@@ -13,6 +13,7 @@ from fastsuncet import cli
 from fastsuncet.commands import tune
 from fastsuncet.commands.tune import candidates
 from fastsuncet.config import load_config
+from fastsuncet.errors import ConfigError
 from fastsuncet.tuning.verdicts import Verdict
 from pipelines import backend
 from tests.support.ranks import run_ranks
@@ -106,6 +107,8 @@ def test_written_config_has_the_keys_that_won_with_their_gains():
         "  compile: true",
     ]
     assert load_config(written).meta.compile is True
+    with pytest.raises(ConfigError, match=r"fast.yaml was made by something else (?s:.*) compile: true"):
+        tune.write(written, base, found, "a card")
 
 
 def test_candidates_are_what_is_not_written_and_can_run_here(monkeypatch):
