@@ -209,6 +209,17 @@ def test_sweep_says_a_damaged_checkpoint_goes_on_and_repeats_nothing(script, cap
     assert [job_state(job).done for job in run.jobs] == [True, True, False]
 
 
+def test_sweep_names_a_damaged_result_and_does_the_rest(script, capsys):
+    damaged = Path("runs", FIRST, "results", "knn.json")
+    damaged.parent.mkdir(parents=True)
+    damaged.touch()
+    assert sweep(written(TWO)) == 5
+    assert script.ran == [f"train {FIRST}", f"train {SECOND}", f"evaluate knn {SECOND}"]
+    for part in capsys.readouterr().out.split("\n\n"):
+        assert f"not known to be done: the result {damaged} cannot be read" in part
+    assert sweep("two.yaml", show=True) == 0
+
+
 def test_sweep_starts_nothing_after_a_signal(script):
     script.meanwhile = lambda children: children._handle(signal.SIGUSR1, None)
     assert sweep(written(TWO)) == 75
