@@ -240,10 +240,13 @@ def _name(spec: Spec, case: Case) -> str:
             for leaf, key in zip(leaves, spec.vary, strict=True)
         ]
         return "-".join(filter(None, [Path(spec.file).stem, case.entry, *parts]))
-    values = {key: _in_a_name(value) for key, value in case.named.items()} | {"run": case.entry}
+    values = {key: _in_a_name(value) for key, value in case.named.items()}
+    values |= {"run": case.entry} if spec.runs else {}
     for key in re.findall(r"{([^{}]*)}", spec.name):
         if not values.get(key):
             text = f"{{{key}}} is not in every run: it can be {{run}}, or a key under vary or in every entry of runs"
+            if key in values:
+                text = f'{{{key}}} is "" in a run: replace that "" under runs or vary, or leave {{{key}}} out of name'
             raise ConfigErrors([Problem("name", text, spec.origin("name", spec.name))])
     return re.sub(r"{([^{}]*)}", lambda match: values[match[1]], spec.name)
 
