@@ -68,9 +68,12 @@ def test_sweep_overrides_apply_to_all_runs_and_set_nothing_that_varies():
     runs = expanded(TWO, "meta.seed=3", "logging.folder=elsewhere")
     assert [run.jobs[1].config.meta.seed for run in runs] == [3, 3]
     assert runs[0].folder == Path("elsewhere/two-fraction0.1")
-    more = "{train: , evaluate knn: {vary: {evaluation.knn_k: [1, 2]}, runs: {a: {linear.strength: 2}}}}"
-    more = "runs: {a: {}, b: {criterion.temperature: 0.5}}\n" + TWO.replace("[train, evaluate knn]", more)
-    kept = ("criterion.temperature=1", "evaluation.knn_k=1", "linear.strength=1")
+    more = "{train: , evaluate knn: {vary: {evaluation.knn_k: [1, 2]}}}"
+    more = TWO.replace("[train, evaluate knn]", more) + (
+        "runs: {a: {criterion.temperature: 1}, b: {criterion.temperature: 0.5}}\n"
+        "name: a{criterion.temperature}-{data.split.fraction}\n"
+    )
+    kept = ("criterion.temperature=1", "evaluation.knn_k=1")
     for override in ("data.split.fraction=1", "data.split={fraction: 1}", *kept):
         with pytest.raises(ConfigErrors, match="varies in this sweep; leave it out, or choose runs with"):
             expanded(more, override)

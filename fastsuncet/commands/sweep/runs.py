@@ -24,6 +24,7 @@ from pipelines.sampling.augmentation import Allowed
 EVALUATIONS = tuple(f"evaluate {kind}" for kind in ("knn", "npi", "linear", "accuracy"))
 COMMANDS = ("train", "finetune", *EVALUATIONS, "transfer")
 TAG = "logging.write_tag"
+IN_NAME = re.compile(r"{([^{}]*)}")  # a key in the name of a sweep's runs
 
 # A key without a value below it is the same as an empty one.
 Empty = BeforeValidator(lambda value: {} if value is None else value)
@@ -181,8 +182,8 @@ def expand(spec: Spec, overrides: Sequence[str] = ()) -> list[Run]:
     Raises ConfigErrors with everything that is wrong with any config, and for two runs of one name or an override of a
     key that varies.
     """
-    groups = (spec, *spec.chosen.values())
-    varying = {TAG}.union(*(settings for each in groups for settings in (each.vary, *each.runs.values())))
+    varying = {TAG, *spec.vary, *IN_NAME.findall(spec.name or "")}
+    varying |= {key for command in spec.chosen.values() for key in command.vary}
     problems = [
         Problem(key, "varies in this sweep; leave it out, or choose runs with --only", Origin(COMMAND_LINE))
         for override in overrides
@@ -242,13 +243,13 @@ def _name(spec: Spec, case: Case) -> str:
         return "-".join(filter(None, [Path(spec.file).stem, case.entry, *parts]))
     values = {key: _in_a_name(value) for key, value in case.named.items()}
     values |= {"run": case.entry} if spec.runs else {}
-    for key in re.findall(r"{([^{}]*)}", spec.name):
+    for key in IN_NAME.findall(spec.name):
         if not values.get(key):
             text = f"{{{key}}} is not in every run: it can be {{run}}, or a key under vary or in every entry of runs"
             if key in values:
                 text = f'{{{key}}} is "" in a run: replace that "" under runs or vary, or leave {{{key}}} out of name'
             raise ConfigErrors([Problem("name", text, spec.origin("name", spec.name))])
-    return re.sub(r"{([^{}]*)}", lambda match: values[match[1]], spec.name)
+    return IN_NAME.sub(lambda match: values[match[1]], spec.name)
 
 
 def _in_a_name(value: Any) -> str:
