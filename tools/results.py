@@ -30,7 +30,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from fastsuncet.commands.report import markdown
-from fastsuncet.commands.report.compute_saved import cell, percent
+from fastsuncet.commands.report.compute_saved import bound, cell, percent
 from fastsuncet.commands.report.figures import DPI, STYLE, draw_groups, write
 from pipelines.output import counted
 from tools import points
@@ -404,7 +404,7 @@ def few_labels_decisions(runs: Mapping[str, Studies], kind: str) -> str:
         # FLOPs until SimCLR's best accuracy over SimCLR's own FLOPs for it
         saved, what = found[kind].saved(METHOD, "best"), f"{labels}: compute needed, r"
         values[what] = [log(s.shares[0] if s.shares else NOT_REACHED) for s in saved]
-        bounds[what] = "at most " if any(s.at_first for s in saved) else ""
+        bounds[what] = bound(saved)
         ends = (found[kind].shares(name) for name in (CROSS_ENTROPY, METHOD))
         values[f"{labels}: SuNCEt less cross-entropy"] = points.paired(*ends)
     for what, p in points.holm(values).items():

@@ -16,7 +16,7 @@ from PIL import Image
 from fastsuncet import versions
 from fastsuncet.commands import report as reports
 from fastsuncet.commands.report import figures, methods_tables, report
-from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange
+from fastsuncet.commands.report.curves import Curve, Measurement, Point, arrange, join_lengths
 from fastsuncet.commands.report.reading import read_runs
 from fastsuncet.config import ConfigErrors
 from tests.support.reports import LABELS, make_run, result, write_lines
@@ -238,9 +238,11 @@ def test_report_names_runs_that_were_not_measured_at_their_end(monkeypatch):
     )
     short = make_run(Path("runs"), "short", 0.4, overrides=[*length, "optimization.epochs=1"])
     text = report([early, whole, short], Path("out"), lengths=True).read_text()
-    said = "final means the last measured checkpoint, which is not the end of runs/early (2 of 3 epochs)"
-    for note in (said, "left out by --lengths, which takes the ends of runs"):
-        assert f"fine-tuning, 10 % labels: {note}.\n" in text
+    said = "the last measured checkpoint is taken for the end, and left out with --lengths: runs/early (2 of 3 epochs)"
+    assert f"fine-tuning, 10 % labels: {said}.\n" in text
+    two = make_run(Path("runs"), "two", 0.3, 0.4, overrides=[*length, "optimization.epochs=2"])
+    (kept,) = join_lengths(read_runs([early, two])[0])
+    assert (kept.run, len(kept.points)) == ("runs/two", 2), "the whole curve of the only one with an end"
 
 
 def test_report_compares_no_two_data_sets_and_names_what_it_leaves_out(monkeypatch):

@@ -44,7 +44,8 @@ SAVED_NOTE = (
     "Each cell is the mean (lowest to highest) of the seeds that reached it, each against the baseline's run of that "
     "seed; without a percentage unless most seeds did. Accuracy is taken to be linear in the cost between two "
     "checkpoints; a first checkpoint counts without that. What came before a run's first checkpoint is not known: one "
-    "that was good enough already is an upper bound. saved.csv has every seed."
+    "that was good enough already is an upper bound, and a lower one where the baseline was at its best there. "
+    "saved.csv has every seed."
 )
 HEADS = {"petaflops": "petaFLOPs", "top1": "top-1, %", "top5": "top-5, %", "knn": "KNN, %"}
 NUMBER = re.compile(r"-|[-+]?[\d,.e+-]+( %)?( \(.*\))?")
@@ -78,13 +79,7 @@ def report(
             "do that, or evaluation.knn_every_epochs while a run trains"
         )
     if lengths:
-        joined = join_lengths(curves)
-        kept = {(c.measurement, name) for c in joined for name in (c.run, *c.merged)}
-        lost = [c for c in curves if (c.measurement, c.run) not in kept]
-        notes += [
-            f"{c.run}, {c.measurement}: left out by --lengths, which takes the ends of runs" for c in lost
-        ]
-        curves = joined
+        curves = join_lengths(curves)
     published = [curve for name in figures for curve in paper.curves(name)]
     panels = arrange([*curves, *_next_to_runs(curves, published, notes)], str(baseline) if baseline else None)
     points = (p for panel in panels for group in panel.groups for curve in group.curves for p in curve.points)
@@ -226,11 +221,6 @@ def _saved_section(
         base = panel.baseline
         own = {curve.seed for curve in base.curves} if base else set()
         here = [s for s in savings if s.measurement == panel.measurement]
-        if any(s.rule == "best" and s.reference_at_first for s in here):
-            early = (
-                "the baseline was at its best at its first checkpoint, or before: the last column is no bound"
-            )
-            parts += [f"{panel.measurement}: {early}.", ""]
         if lacking := sorted({str(s.seed) for s in here if s.seed not in own}):
             lacks = f"the baseline has no run of seed {', '.join(lacking)}"
             parts += [f"{panel.measurement}: {lacks}: compared with the mean of its seeds.", ""]
@@ -247,7 +237,8 @@ def _saved_section(
 def saved_plain(savings: list[Saving]) -> Table:
     """Return every saving: costs in their own units, shares in %, accuracies from 0 to 1."""
     head = "method baseline evaluation labels variant metric seed cost rule target baseline_cost linear"
-    head += " first_checkpoint linear_percent first_checkpoint_percent at_first_checkpoint equivalent_epochs"
+    head += " first_checkpoint linear_percent first_checkpoint_percent at_first_checkpoint"
+    head += " baseline_at_first_checkpoint equivalent_epochs"
     rows = []
     for s in savings:
         shares = [100 * share for share in s.shares] if s.shares else [None, None]
@@ -256,7 +247,7 @@ def saved_plain(savings: list[Saving]) -> Table:
             epochs = s.shares[0] * s.baseline_epochs
         compared = [s.method, s.baseline, *s.measurement, s.metric, s.seed, s.cost, s.rule]
         costs = [s.target, s.reference, *(s.needed or (None, None)), *shares]
-        rows.append([*compared, *costs, int(s.at_first), epochs])
+        rows.append([*compared, *costs, int(s.at_first), int(s.reference_at_first), epochs])
     return head.split(), rows
 
 

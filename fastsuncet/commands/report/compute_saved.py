@@ -59,7 +59,7 @@ class Saving:
     reference: float  # the baseline's cost of it
     needed: tuple[float, float] | None  # the method's costs until the target, as `crossing`
     at_first: bool  # the first checkpoint was already good enough: an upper bound
-    reference_at_first: bool  # so was the baseline's own: the reference is an upper bound too
+    reference_at_first: bool  # the baseline was at its best at its first of several: so is the reference
     baseline_epochs: float | None  # at the reference
 
     @property
@@ -102,7 +102,7 @@ def savings(panel: Panel, metric: str) -> list[Saving]:
                     reference=reference,
                     needed=crossing(x, y, wanted),
                     at_first=y[0] >= wanted,
-                    reference_at_first=position == 0,
+                    reference_at_first=rule == "best" and position == 0 and len(theirs) > 1,
                     baseline_epochs=theirs[position][0].get("epochs"),
                 )
             )
@@ -122,13 +122,19 @@ def percent(shares: Sequence[float], digits: int = 1, unit: str = " %") -> str:
     return f"{mean}{unit}" if low == high else f"{mean}{unit} ({low} to {high})"
 
 
+def bound(seeds: Sequence[Saving]) -> str:
+    """Return what is before the share of some seeds: "" where both costs of all are known, else what it bounds."""
+    ours, theirs = any(s.at_first for s in seeds), any(s.reference_at_first for s in seeds)
+    return ("about " if theirs else "at most ") if ours else "at least " if theirs else ""
+
+
 def cell(seeds: Sequence[Saving], digits: int = 1, *, first_checkpoint: bool = True) -> str:
     """Return one rule and cost in words: "50.0 % (44.0 to 56.0), first checkpoint 66.7 %; 2 of 2 seeds reached it"."""
     there, said = reached(seeds)
     published = any(s.seed is None for s in seeds)
     if not there:
         return "never reached" if published else said
-    bound = "at most " if any(s.at_first for s in seeds) else ""
     checkpoint = fmean(s.shares[1] for s in seeds if s.shares)
     without = f", first checkpoint {100 * checkpoint:.1f} %" if checkpoint > fmean(there) else ""
-    return f"{bound}{percent(there, digits)}{without * first_checkpoint}" + ("" if published else f"; {said}")
+    shown = f"{bound(seeds)}{percent(there, digits)}{without * first_checkpoint}"
+    return shown if published else f"{shown}; {said}"

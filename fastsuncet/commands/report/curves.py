@@ -164,8 +164,8 @@ def join_lengths(curves: list[Curve]) -> list[Curve]:
     joined = []
     for (*_, rest), family in families.items():
         ended = [curve for curve in family if not curve.stopped]
-        if not ended or len({curve.settings for curve in family}) == 1:  # all of one length
-            joined += family
+        if len({curve.settings for curve in ended}) < 2:  # one length
+            joined += ended or family
             continue
         family = sorted(ended, key=lambda curve: curve.points[-1].step or 0)
         ends = tuple(curve.points[-1] for curve in family)

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
-from fastsuncet.commands.report.compute_saved import Saving, crossing, reached
+from fastsuncet.commands.report.compute_saved import Saving, bound, crossing, reached
 from fastsuncet.commands.report.curves import COSTS, KNN, NAMES, Group, Panel, scale
 from fastsuncet.metrics.rankme import RANKS
 from pipelines import atomic_files
@@ -226,8 +226,8 @@ def _draw_seeds(axes: Axes, seeds: list[Saving], row: int) -> None:
     if there:
         mean, face = 100 * fmean(there), color if marker == "o" else "white"
         axes.plot(mean, y, label=label, markerfacecolor=face, zorder=4, **style)
-        if any(s.at_first for s in seeds):
-            axes.annotate("at most", (mean, y), (-6, 0), ha="right", textcoords="offset points", **note)
+        if word := bound(seeds).strip():
+            axes.annotate(word, (mean, y), (-6, 0), ha="right", textcoords="offset points", **note)
     if len(seeds) > 1:
         axes.plot(each, [y] * len(each), label="a seed alone", markersize=3, alpha=0.45, **style)
     if len(each) < len(seeds):

@@ -126,7 +126,7 @@ def read_runs(runs: Sequence[Path]) -> tuple[list[Curve], list[str]]:
         if curve.stopped:
             stopped[curve.measurement].append(f"{curve.run} ({curve.stopped})")
     notes += [
-        f"{what}: final means the last measured checkpoint, which is not the end of {', '.join(each)}"
+        f"{what}: the last measured checkpoint is taken for the end, and left out with --lengths: {', '.join(each)}"
         for what, each in stopped.items()
     ]
     if begun := dict.fromkeys(curve.run for curve in curves if curve.from_weights):
