@@ -48,9 +48,10 @@ def write_learned_labels(folder: Path, images: Images, config: Config) -> list[s
     if judges is not None and (known := int(_found(judges, there, images.train).sum())):
         others = init.with_name(HELD_OUT)
         name = others if others.is_file() else "FILE.csv, with labels that it has not learned from"
+        remedy = f"Write data.validation={name}" if _taken_out(images) else "Move them out of that folder"
         warning.append(
             f"{known} of {len(judges)} validation images are labels that model.init has learned from: "
-            f"accuracies on them are too high. Write data.validation={name}"
+            f"accuracies on them are too high. {remedy}"
         )
     _write(folder, {LEARNED: rows, HELD_OUT: held_out})
     return warning
@@ -88,7 +89,8 @@ def left_to_judge(images: Images, weights: Path | None, supervised: bool, place:
 
     A share that data.validation holds out is another draw once there are more labels, and images can move from the
     training folder to that of validation. Rank 0 says how many are left out. Where none would be left, return all
-    images and how many these are. Where nothing says what was learned, it is not a validation folder of its own.
+    images and how many these are. Where nothing says what was learned, images of a validation folder of its own count
+    as new.
     """
     given, rows = _judges(images), _learned_by(weights, supervised)
     if given is None or (rows is None and not _taken_out(images)):
@@ -141,26 +143,31 @@ def _found(index: ImageIndex, rows: Rows, *beside: ImageIndex) -> np.ndarray:
 def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
     """Return `rows` by the names of now. An image has gone where none of its name and length in bytes is left.
 
-    Its row then has the name of the new image of its length. Not where more or fewer new images have this length, as in
-    folders of BMP, and not at all where less than half of what has gone is found: of other photos some have such a
-    length by chance, and photos that were edited keep their names. One that is now in a validation folder elsewhere has
-    kept its file name.
+    Its row then has the name of the new image of its file name and length, or of its length alone. Not where more or
+    fewer new images have these, as in folders of BMP, and not at all where less than half of what has gone is found: of
+    other photos some have such a length by chance, and photos that were edited keep their names. One that is now in a
+    validation folder elsewhere has kept its file name.
     """
     if not rows:
         return rows
     there = {file: size for index in indices for file, size in zip(index.files, index.lengths().tolist())}
-    gone, new = defaultdict(list), defaultdict(list)  # length -> names
-    for file, (_, length) in rows.items():
-        if length and there.get(file) != length:
-            gone[length].append(file)
-    kept = {(os.path.basename(file), length) for length, files in gone.items() for file in files}
-    for file, length in there.items() if gone else ():
-        other = file.startswith("../") and (os.path.basename(file), length) not in kept
-        if not other and (file not in rows or rows[file][1] not in (0, length)):
-            new[length].append(file)
-    same = [(old, new[length]) for length, old in gone.items() if len(old) == len(new[length])]
-    moved = {old: file for pair in same for old, file in zip(*pair)}
-    if 2 * len(moved) < sum(map(len, gone.values())):
+    gone = {file: n for file, (_, n) in rows.items() if n and there.get(file) != n}
+    if not gone:
+        return rows
+    new = {file: n for file, n in there.items() if file not in rows or rows[file][1] not in (0, n)}
+    moved: dict[str, str] = {}
+    for name_of in (os.path.basename, lambda file: ""):
+        old, now = defaultdict(list), defaultdict(list)
+        for files, groups in ((gone, old), (new, now)):
+            for file, length in files.items():
+                groups[name_of(file), length].append(file)
+        for key, files in old.items():
+            if len(files) == len(now.get(key, ())):
+                moved |= zip(files, now[key])
+        found = {*moved.values()}
+        gone = {file: n for file, n in gone.items() if file not in moved}
+        new = {file: n for file, n in new.items() if file not in found and not file.startswith("../")}
+    if len(moved) < len(gone):
         return rows
     stayed = {file: row for file, row in rows.items() if file not in moved}
     return stayed | {file: rows[old] for old, file in moved.items()}

@@ -221,10 +221,10 @@ def with_classes(index: ImageIndex, classes: tuple[str, ...]) -> ImageIndex:
 
 
 def as_class_numbers(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the classes as `class_numbers`: "10" is class 10 where the names are 0 to C - 1, else by their order."""
-    named = tuple(f"class {name.removeprefix('class ')}" for name in names)
-    numbers = class_numbers(len(names))
-    return named if {*named} == {*numbers} else numbers
+    """Return the classes as `class_numbers`, in the order of their names, and of numbers where all names are such."""
+    bare = [name.removeprefix("class ") for name in names]
+    order = sorted(bare, key=int) if all(map(str.isdecimal, bare)) else bare
+    return tuple(f"class {order.index(name)}" for name in bare)
 
 
 def class_numbers(count: int) -> tuple[str, ...]:

@@ -138,6 +138,8 @@ def test_learned_labels_are_those_of_images_in_a_validation_folder(config, tmp_p
     for i, name in enumerate(NAMES):
         (judges / name).rename(judges / f"other {i}.jpg")
     (tmp_path / "photos" / ours[4]).unlink()
+    # An image that was not learned has the length of one that was.
+    shutil.copy(tmp_path / "photos" / ours[0], tmp_path / "photos" / "zzz.jpg")
     second, warned = load_config("run.yaml", ["model.init=first", "criterion.supervised_epochs=0"]), []
     Path("second").mkdir()
     for moved in ([], ours[:4]):
