@@ -175,7 +175,7 @@ def _is_of(checkpoint: Path, weights: Path) -> bool:
     try:
         record = json.loads(record_path(weights).read_bytes())
         meta = json.loads((checkpoint / "meta.json").read_bytes())
-        return weights.is_file() and record["encoder"]["checkpoint"] == meta["files"][format.MODEL]["sha256"]
+        return weights.is_file() and record["encoder"]["sha256"] == meta["files"][format.MODEL]["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -203,8 +203,7 @@ def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
         "exif_orientation": view.upright,
         "mean": list(view.mean),
         "std": list(view.std),
-        "encoder": encoder.record()
-        | {"tuned": encoder.tuned, "checkpoint": meta["files"][format.MODEL]["sha256"]},
+        "encoder": encoder.record() | {"tuned": encoder.tuned},
         "metrics": metrics,
         "results": _results(source.resolve(), run.resolve()),
         "config": config.canonical(),

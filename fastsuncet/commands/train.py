@@ -80,7 +80,7 @@ def train(config: Config, place: Place, index: ImageIndex | None = None) -> Trai
             if any_rank(signals.requested is not None):
                 asked = signals.requested or "another rank"
                 stands = f"step {trainer.step + 1:,}" if trainer.step else "the first step"
-                raise Preempted(f"{asked}: stopped before {stands}; the same command starts it")
+                raise Preempted(f"{asked}: stopped before {stands}; the same command continues")
             # A notebook would hold what was read ahead on the GPU, after an error in its traceback.
             with closing(trainer.task.stream):
                 trainer.run(signals)

@@ -167,14 +167,15 @@ def load_encoder(where: Path, config: Config | None = None) -> Encoder:
         return _from_checkpoint(manager.load(found), config)
     if found.suffix != ".json" and os.path.lexists(record_path(found)):
         return _from_export(found, config)
+    digest = digest_of(found)
     if config is not None and config.model.name.startswith(TIMM):
         try:
-            return _encoder(read_weights_of(config.model.name, found), str(found), sha256=digest_of(found))
+            return _encoder(read_weights_of(config.model.name, found), str(found), sha256=digest)
         except CheckpointError as error:
             with contextlib.suppress(CheckpointError):  # a ResNet to compare with
-                return _encoder(read_weights(found), str(found), sha256=digest_of(found))
+                return _encoder(read_weights(found), str(found), sha256=digest)
             raise error from None
-    return _encoder(read_weights(found), str(found), sha256=digest_of(found))
+    return _encoder(read_weights(found), str(found), sha256=digest)
 
 
 def _encoder(

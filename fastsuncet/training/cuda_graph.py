@@ -82,8 +82,8 @@ class GraphedStep:
             why = problem or "another rank could not capture its step"
             if self.method.device.type == "cuda" and TorchVersion(torch.__version__) < FREES_FAILED_CAPTURES:
                 why += (
-                    f". Torch before {FREES_FAILED_CAPTURES} frees no images of later steps, so memory will run out: "
-                    f"continue with torch {FREES_FAILED_CAPTURES}"
+                    f". After that torch before {FREES_FAILED_CAPTURES} frees no images of later steps: memory will "
+                    f"run out, so continue with torch {FREES_FAILED_CAPTURES}"
                 )
             self.say(
                 f"meta.cuda_graph: training without a graph, each step launches its kernels one by one: {why}"

@@ -148,7 +148,7 @@ def test_step_that_cannot_be_captured_trains_without_a_graph(task, monkeypatch, 
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     monkeypatch.setattr(step, "_recover", lambda: None)
     step._capture(task.stream(0))
-    assert said[1].endswith("memory will run out: continue with torch 2.14")
+    assert said[1].endswith("memory will run out, so continue with torch 2.14")
     assert any((p != old).any() for p, old in zip(task.model.parameters(), before))
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +70,8 @@ def _results_of(job: Job) -> Iterator[dict[str, Any]]:
     for record in read_results(folder):
         # The run's own checkpoints by its name, since a run can be moved; a fine-tuning can have the same.
         home = Path(record["encoder"].get("source") or "").parent.parent
-        of_encoder = (home.name, home.parent.name != "finetune") == (folder.name, True)
+        tuned = home.parent.name == "finetune" != folder.absolute().parent.name
+        of_encoder = home.name == folder.name and not tuned
         if weights is not None:
             of_encoder = record["encoder"].get("sha256") in weights
         # A transfer's result grows with each data set.
@@ -84,10 +85,18 @@ def _results_of(job: Job) -> Iterator[dict[str, Any]]:
 
 def _weights_in(encoder: Path) -> set[str]:
     """Return the sha256 of a file of weights, of an export or a checkpoint; of a run's folder those of all its own."""
-    files = [path for path in (encoder, encoder / "model.safetensors") if path.is_file()]
-    metas = map(atomic_files.read_object, encoder.glob("checkpoints/step_*/meta.json"))
-    kept = {file["sha256"] for meta in metas for file in meta.get("files", {}).values()}
-    return kept | {hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    found: set[str] = set()
+    for path in (*encoder.glob("checkpoints/step_*/meta.json"), encoder / "meta.json"):
+        with suppress(KeyError, TypeError, AttributeError):  # another file of that name
+            found |= {file["sha256"] for file in atomic_files.read_object(path)["files"].values()}
+    for path in (encoder, encoder / "model.safetensors") if not found else ():
+        if path.is_file():
+            digest = hashlib.sha256()
+            with open(path, "rb") as stream:
+                while block := stream.read(1 << 24):
+                    digest.update(block)
+            found.add(digest.hexdigest())
+    return found
 
 
 def _training_state(config: Config, status: dict[str, Any]) -> JobState:

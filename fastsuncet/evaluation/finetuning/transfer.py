@@ -368,7 +368,7 @@ def save_result(dataset: DatasetGrid, validated: CellResult, retrained: CellResu
             if path.exists():
                 old = read_result(path)
                 # A file or a fine-tuning of this name can have had other weights.
-                if old["encoder"].get("sha256") == dataset.encoder.sha256:
+                if old["encoder"].get("sha256") in (None, dataset.encoder.sha256):
                     record |= {key: old[key] | record[key] for key in ("metrics", "chosen")}
             record["images"] = sum(chosen["images"] for chosen in record["chosen"].values())
             return write_result(run, record)
