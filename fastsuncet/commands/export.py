@@ -231,15 +231,8 @@ def _tensors(encoder: Encoder) -> dict[str, Tensor]:
     if encoder.classifier is not None:
         layer = {f"fc.{key}": value for key, value in encoder.classifier.state_dict().items()}
         if encoder.name.startswith(TIMM):
-            shapes = timm_backbone.classifier_shapes(encoder.name, encoder.classifier.out_features)
-            # Sorted, a bias is before its weight, which can be that of a 1x1 convolution: (C, width, 1, 1).
-            pairs = list(zip(sorted(shapes), sorted(layer)))
-            if len(shapes) != 2 or any(shapes[key].numel() != layer[ours].numel() for key, ours in pairs):
-                raise ConfigError(
-                    f"timm's {encoder.name} has no classifier of one linear layer (but {first_five(sorted(shapes))}), "
-                    "and this fine-tuning has one: export it to onnx, or export the run before its fine-tuning"
-                )
-            layer = {key: layer[ours].reshape(shapes[key]) for key, ours in pairs}
+            shapes = timm_backbone.linear_shapes(encoder.name, encoder.classifier.out_features)
+            layer = {key: layer[ours].reshape(shapes[key]) for key, ours in zip(shapes, sorted(layer))}
         tensors |= layer
     return tensors
 

@@ -23,6 +23,11 @@ def check(config: Config, to: str) -> None:
     m = config.model
     if to == "torchvision" and m.name.startswith(TIMM):
         raise ConfigError(f"torchvision does not load the weights of {m.name}: export it to timm")
+    c = config.criterion
+    if m.name.startswith(TIMM) and to != "onnx" and c.supervised and c.supervision == "cross_entropy":
+        from fastsuncet.models import timm_backbone
+
+        timm_backbone.linear_shapes(m.name, 2)
     if to in ("timm", "safetensors") and m.name in OWN:
         raise ConfigError(f"timm has no {m.name}: export it to torchvision, which is a plain state_dict")
     if to == "safetensors" and m.stem == "cifar":

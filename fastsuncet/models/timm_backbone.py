@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastsuncet.config.schema import TIMM
 from fastsuncet.errors import ConfigError
+from pipelines.output import first_five
 
 
 def create(name: str, device: str, seed: int = 0, classes: int = 0) -> Any:
@@ -121,7 +122,21 @@ def width_of(name: str) -> int:
 
 @functools.cache
 def classifier_shapes(name: str, classes: int) -> dict[str, torch.Size]:
-    """Return the tensors that "timm/NAME" has with a classifier and not without: shapes by timm's names."""
+    """Return the tensors that "timm/NAME" has with a classifier and not without: shapes by timm's names, sorted."""
     headless = create(name, "meta").state_dict()
     whole = create(name, "meta", classes=classes).state_dict()
-    return {key: x.shape for key, x in whole.items() if key not in headless}
+    return {key: whole[key].shape for key in sorted({*whole} - {*headless})}
+
+
+def linear_shapes(name: str, classes: int) -> dict[str, torch.Size]:
+    """Return `classifier_shapes` of one linear layer: bias (C,) and weight (C, width), or (C, width, 1, 1).
+
+    Raises ConfigError for another classifier.
+    """
+    found = classifier_shapes(name, classes)
+    if [shape.numel() for shape in found.values()] != [classes, classes * width_of(name)]:
+        raise ConfigError(
+            f"timm's {name.removeprefix(TIMM)} has no classifier of one linear layer, as this run or fine-tuning has, "
+            f"but {first_five(list(found))}: export it to onnx, or a run without a classifier"
+        )
+    return found

@@ -266,8 +266,11 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match="timm has no resnet_tiny"):
             export(tmp_path / "tiny", to)
     save_run(tmp_path / "several", "model.name=timm/shvit_s1", classes=4)
-    with pytest.raises(ConfigError, match=r"one linear layer \(but head\.bn\.bias, .* and 2 more\)"):
-        export(tmp_path / "several", "timm")
+    words = ("model.name=timm/shvit_s1", "criterion.supervision=cross_entropy")
+    at_start = partial(export_formats.check, small_config(tmp_path, *words), "timm")
+    for refused in (partial(export, tmp_path / "several", "timm"), at_start):
+        with pytest.raises(ConfigError, match=r"one linear layer, .* but head\.bn\.bias, .* and 2 more"):
+            refused()
     monkeypatch.setattr(export_formats.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx and onnxscript: pip install onnx onnxscript"):
         export(tmp_path / "tiny", "onnx")
