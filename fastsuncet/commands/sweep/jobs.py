@@ -1,6 +1,5 @@
 """What is done already: a run says so in its status.json, an evaluation by its results in the run's folder."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -89,14 +88,12 @@ def _weights_in(encoder: Path) -> set[str]:
     for path in (*encoder.glob("checkpoints/step_*/meta.json"), encoder / "meta.json"):
         with suppress(KeyError, TypeError, AttributeError):  # another file of that name
             found |= {file["sha256"] for file in atomic_files.read_object(path)["files"].values()}
-    for path in (encoder, encoder / "model.safetensors") if not found else ():
-        if path.is_file():
-            digest = hashlib.sha256()
-            with open(path, "rb") as stream:
-                while block := stream.read(1 << 24):
-                    digest.update(block)
-            found.add(digest.hexdigest())
-    return found
+    if found:
+        return found
+    # Imports torch.
+    from fastsuncet.models.pretrained_weights import digest_of
+
+    return {digest_of(path) for path in (encoder, encoder / "model.safetensors") if path.is_file()}
 
 
 def _training_state(config: Config, status: dict[str, Any]) -> JobState:
