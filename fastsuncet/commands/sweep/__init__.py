@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from fastsuncet.commands.sweep.jobs import JobState, job_state
+from fastsuncet.commands.sweep.jobs import job_state
 from fastsuncet.commands.sweep.runs import Job, Run, expand, read_sweep, runs_named, runs_of_task
 from fastsuncet.distributed.signals import SignalFlag, end_with_parent
 from fastsuncet.errors import CheckpointError, ConfigError
@@ -73,7 +73,7 @@ def _work(runs: Sequence[Run], keep_going: bool, failures: dict[tuple[str, ...],
         for number, run in enumerate(runs, 1):
             lead = f"sweep    {run.name}:"
             for job in run.jobs:
-                state, remedy = _state(job)
+                state = job_state(job)
                 if not (state.done or state.damaged):
                     if children.requested is not None:
                         say_line(f"sweep    {children.requested}: stopped; the same command continues")
@@ -90,23 +90,11 @@ def _work(runs: Sequence[Run], keep_going: bool, failures: dict[tuple[str, ...],
                         if not keep_going or children.requested is not None:
                             return failed
                         break
-                    state, remedy = _state(job)
+                    state = job_state(job)
                 if state.damaged and not failed:
                     failed = CheckpointError.exit_code
-                    say_line(f"{lead} {job.command} is {state.text}{remedy}")
+                    say_line(f"{lead} {job.command} is {state.text}{state.remedy}")
     return failed
-
-
-def _state(job: Job) -> tuple[JobState, str]:
-    """Return the state of `job`, and what to do about damaged checkpoints; about a damaged result it says so itself."""
-    remedy = (
-        f" in {job.config.run_folder / 'checkpoints'}: move it away, and the rest is all there is. If it is the last "
-        "one, `fastsuncet train` then makes it again"
-    )
-    try:
-        return job_state(job), remedy
-    except CheckpointError as error:
-        return JobState(False, f"not known to be done: {error}", damaged=True), ""
 
 
 class Children(SignalFlag):
@@ -159,7 +147,7 @@ def _table(runs: Sequence[Run], failures: Mapping[tuple[str, ...], int]) -> list
     rows, left = [("run", "command", "state")], 0
     for run in runs:
         for job in run.jobs:
-            title, state = " ".join([job.command, *job.own, *job.options]), _state(job)[0]
+            title, state = " ".join([job.command, *job.own, *job.options]), job_state(job)
             code = failures.get(job.arguments)
             text = state.text if code is None else f"failed with exit code {code}"
             rows.append((run.name if job is run.jobs[0] else "", title, text))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from fastsuncet.commands.sweep.runs import Job
 from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.config.reader import parse
+from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.results import asked, read_results
 from pipelines import atomic_files
 
@@ -17,16 +18,20 @@ class JobState(NamedTuple):
 
     done: bool
     text: str
-    damaged: bool = False  # only a damaged checkpoint is missing: the command would measure the others again
+    damaged: bool = False  # a result, or all checkpoints that are missing: nothing is left to measure
+    remedy: str = ""  # for damaged checkpoints; that for a result is in its text
 
 
 def job_state(job: Job) -> JobState:
-    """Return the state of `job` from the files in its run's folder. Raises CheckpointError for a damaged result."""
+    """Return the state of `job` from the files in its run's folder."""
     folder = job.config.run_folder
     status = atomic_files.read_object(folder / "status.json")  # {}: nothing is known to be done
     if job.command == "train":
         return _training_state(job.config, status)
-    steps = {record["encoder"].get("step") for record in _results_of(job)}
+    try:
+        steps = {record["encoder"].get("step") for record in _results_of(job)}
+    except CheckpointError as error:
+        return JobState(False, f"not known to be done: {error}", damaged=True)
     if "--encoder" in job.options:
         return JobState(True, "done") if steps else JobState(False, "to do")
     wanted = {status.get("step")}
@@ -41,7 +46,11 @@ def job_state(job: Job) -> JobState:
     damaged = [step for step in sorted(wanted - steps, key=str) if not _is_good(folder, step)]
     if len(damaged) == len(wanted - steps):
         names = ", ".join(f"step_{step:08d}" for step in damaged)
-        return JobState(False, f"done but for {names}, damaged", damaged=True)
+        remedy = (
+            f" in {folder / 'checkpoints'}: move it away, and the rest is all there is. If it is the last one, "
+            "`fastsuncet train` then makes it again"
+        )
+        return JobState(False, f"done but for {names}, damaged", damaged=True, remedy=remedy)
     return JobState(False, "to do again: the run has gone on")
 
 
