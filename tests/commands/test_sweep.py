@@ -190,7 +190,8 @@ def test_sweep_says_a_damaged_checkpoint_goes_on_and_repeats_nothing(script, cap
     """A good checkpoint without a result is measured."""
     commands = "{train: , evaluate knn: {every_checkpoint: true}, evaluate linear: }"
     run = expanded(TWO.replace("[train, evaluate knn]", commands))[0]
-    checkpoints = run.folder / "checkpoints"
+    folder = Path("runs", FIRST)
+    checkpoints = folder / "checkpoints"
     (checkpoints / "step_00000001").mkdir(parents=True)
     said = f"{FIRST}: evaluate knn is done but for step_00000001, damaged in {checkpoints}: "
     for _ in range(2):
@@ -205,7 +206,7 @@ def test_sweep_says_a_damaged_checkpoint_goes_on_and_repeats_nothing(script, cap
     shutil.rmtree(checkpoints / "step_00000001")
     assert sweep("two.yaml") == 0
     (checkpoints / "step_00000002").mkdir()
-    write_status(run.folder, 3)  # of a checkpoint that was moved away
+    write_status(folder, 3)  # of a checkpoint that was moved away
     assert [job_state(job).done for job in run.jobs] == [True, True, False]
 
 

@@ -67,7 +67,7 @@ def test_sweep_base_of_a_run_and_settings_of_a_command():
 def test_sweep_overrides_apply_to_all_runs_and_set_nothing_that_varies():
     runs = expanded(TWO, "meta.seed=3", "logging.folder=elsewhere")
     assert [run.jobs[1].config.meta.seed for run in runs] == [3, 3]
-    assert runs[0].folder == Path("elsewhere/two-fraction0.1")
+    assert runs[0].jobs[0].config.run_folder == Path("elsewhere/two-fraction0.1")
     more = "{train: , evaluate knn: {vary: {evaluation.knn_k: [1, 2]}}}"
     more = TWO.replace("[train, evaluate knn]", more) + (
         "runs: {a: {criterion.temperature: 1}, b: {criterion.temperature: 0.5}}\n"

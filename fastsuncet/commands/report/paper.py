@@ -108,20 +108,16 @@ def curves(figure: str) -> list[Curve]:
 
 
 def _point(method: str, labels: str, epochs: int | None, metrics: dict[str, float]) -> Point:
+    """Return a point with the costs that follow from its epochs; hours and joules were not published."""
     if epochs is None:
         return Point(None, {}, metrics)
-    known = costs(method, labels, epochs)
-    return Point(int(known.get("updates", epochs)), known, metrics)
-
-
-def costs(method: str, labels: str, epochs: int) -> dict[str, float]:
-    """Return the costs that follow from the epochs; hours and joules were not published."""
     name = CONFIGS.get((method, labels))
     if name is None:
-        return {"epochs": epochs}
+        return Point(epochs, {"epochs": epochs}, metrics)
     config = load_config(name, [f"optimization.epochs={epochs}"])
     sizes = config.resolve(8, IMAGES)
-    return {"epochs": epochs, "updates": sizes.steps, "petaflops": petaflops(run_macs(config, sizes))}
+    costs = {"epochs": epochs, "updates": sizes.steps, "petaflops": petaflops(run_macs(config, sizes))}
+    return Point(sizes.steps, costs, metrics)
 
 
 def sources(figure: str) -> list[str]:

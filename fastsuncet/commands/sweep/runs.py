@@ -155,11 +155,6 @@ class Run:
     name: str
     jobs: tuple[Job, ...]
 
-    @property
-    def folder(self) -> Path:
-        """Folder of all its jobs."""
-        return self.jobs[0].config.run_folder
-
 
 class Case(NamedTuple):
     """One combination of a group: an entry of `runs` ("" where there is none) with a value for each key of `vary`."""
