@@ -94,7 +94,7 @@ def _times(outcome: Verdict) -> str:
 def write(output: Path, source: Path, found: Sequence[Tried], card: str) -> None:
     """Write a config with `source` as its base and the keys that won, each with what it gained on `card`.
 
-    Raises ConfigError, with what it would have written, where `output` exists.
+    Raises ConfigError where `output` exists.
     """
     named = {path.resolve(): name for name, path in shipped().items()}
     base = named.get(source.resolve()) or os.path.relpath(source.resolve(), output.resolve().parent)
@@ -110,17 +110,9 @@ def write(output: Path, source: Path, found: Sequence[Tried], card: str) -> None
             sections.setdefault(section, {})[name] = text
     for section, keys in sections.items():
         lines += [f"{section}:", *itertools.chain(*keys.values())]
-    text = "\n".join([*lines, ""])
+    refuse_existing(output, None)  # another process can have made it during the trials
     output.parent.mkdir(parents=True, exist_ok=True)
-    # "x": another process could have written it meanwhile.
-    try:
-        with open(output, "x", encoding="utf-8") as stream:
-            stream.write(text)
-    except FileExistsError:
-        raise ConfigError(
-            f"--output {output} was made by something else during the trials. Save what they found in the same folder, "
-            f"under another name:\n\n{text}"
-        ) from None
+    output.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def candidates(asked: Config, config: Config, device: str) -> list[Rung]:

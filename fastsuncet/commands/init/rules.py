@@ -132,9 +132,8 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
 
     def seconds(batch: _Batch, size: int) -> float:
         """Return the seconds of an update: two views of an image are decoded once, labeled images one by one."""
-        macs = (
-            3 * batch.views * network_cost(name, stem, size, *HEAD).macs
-        )  # a backward pass costs two forward ones
+        # A backward pass costs two forward ones.
+        macs = 3 * batch.views * network_cost(name, stem, size, *HEAD).macs
         compute = macs / (m.macs_per_second * cards)
         reading = (batch.unlabeled + batch.classes * batch.per_class) * s.read_seconds / m.cores
         return max(compute, reading) if gpu else compute + reading

@@ -81,9 +81,9 @@ def report(
     if lengths:
         curves = join_lengths(curves)
     published = [curve for name in figures for curve in paper.curves(name)]
-    panels = arrange([*curves, *_next_to_runs(curves, published, notes)], str(baseline) if baseline else None)
-    points = (p for panel in panels for group in panel.groups for curve in group.curves for p in curve.points)
-    there = list(dict.fromkeys(name for point in points for name in point.metrics))
+    shown = [*curves, *_next_to_runs(curves, published, notes)]
+    panels = arrange(shown, str(baseline) if baseline else None)
+    there = dict.fromkeys(name for curve in shown for point in curve.points for name in point.metrics)
     if unknown := [metric for metric in metrics if metric not in there]:
         known = ", ".join(sorted(there))
         raise ConfigError(f"nothing here was measured by --metric {unknown[0]}; there is {known}")
@@ -127,8 +127,8 @@ def report(
         for name, (head, rows) in files.items():
             atomic_files.replace(output / name, csv_table([head, *rows]))
         path = output / "report.md"
-        shown = [f"![{picture.stem}]({picture.name})\n" for picture in pictures if picture.suffix == ".png"]
-        text = "\n".join([*lines, "## Pictures", "", *shown, problem]).rstrip() + "\n"
+        images = [f"![{picture.stem}]({picture.name})\n" for picture in pictures if picture.suffix == ".png"]
+        text = "\n".join([*lines, "## Pictures", "", *images, problem]).rstrip() + "\n"
         # Names of folders are bytes, and can be HTML.
         atomic_files.replace(path, text.replace("<", "\\<").encode(errors="replace"))
     say_line("\n".join(lines).rstrip())
