@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `tools` can be imported
 
+from fastsuncet.cli._parser import whole
 from fastsuncet.commands.dry_run import IMAGES
 from fastsuncet.config import Arithmetic, Config, load_config
 from fastsuncet.models.flops import petaflops, run_macs, update_macs, view_macs
@@ -42,19 +43,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", help="a YAML file, or the name of a shipped one")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
-    parser.add_argument(
-        "--images",
-        type=int,
-        help="unlabeled images (default: those of the public data set; image_folder: ImageNet)",
-    )
-    parser.add_argument(
-        "--labels", type=int, help="labeled images, whose passes are the epochs of labels alone"
-    )
-    parser.add_argument("--world-size", type=int, default=1, help="processes, for batch sizes given per rank")
+    of_data = "unlabeled images (default: those of the public data set; image_folder: ImageNet)"
+    parser.add_argument("--images", type=whole(1), help=of_data)
+    of_labels = "labeled images, whose passes are the epochs of labels alone"
+    parser.add_argument("--labels", type=whole(1), help=of_labels)
+    of_ranks = "processes, for batch sizes given per rank"
+    parser.add_argument("--world-size", type=whole(1), default=1, help=of_ranks)
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     options = parser.parse_intermixed_args(arguments)
-    if any(n is not None and n < 1 for n in (options.images, options.labels, options.world_size)):
-        parser.error("--images, --labels and --world-size must be above 0")
     config = load_config(options.config, options.overrides)
     if (images := options.images or IMAGES.get(config.data.kind)) is None:
         parser.error(f"data.kind {config.data.kind} can have any number of images: give it as --images N")

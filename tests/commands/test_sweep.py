@@ -119,14 +119,6 @@ def test_sweep_runs_commands_in_order_and_only_once_unless_the_run_went_on(scrip
     assert states == ["done", "to do again: the run has gone on", "done", "done"]
 
 
-def write_weights(folder: Path) -> None:
-    """Write what a sweep reads of a fine-tuning x and of a file y."""
-    (folder / "x" / "checkpoints" / "step_00000009").mkdir(parents=True)
-    meta = {"files": {"model.safetensors": {"sha256": "x"}}}
-    (folder / "x" / "checkpoints" / "step_00000009" / "meta.json").write_text(json.dumps(meta))
-    (folder / "y").write_bytes(b"y")
-
-
 @pytest.mark.parametrize(
     ("command", "changes", "done"),
     [
@@ -160,7 +152,10 @@ def test_job_is_done_when_its_result_exists(command, changes, done):
     for step in (1, 2):
         (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
     (folder / "checkpoints" / "step_00000003.old").mkdir()  # a user's copy is none
-    write_weights(folder / "finetune")
+    tuned = folder / "finetune/x/checkpoints/step_00000009"
+    tuned.mkdir(parents=True)
+    (tuned / "meta.json").write_text(json.dumps({"files": {"model.safetensors": {"sha256": "x"}}}))
+    (folder / "finetune/y").write_bytes(b"y")
     settings = asked(job.config, job.command.split()[-1])
     if changes.get("asked") == "cifar10":  # by the task before
         changes = changes | {"asked": settings | {"transfer.datasets": ["cifar10"]}}

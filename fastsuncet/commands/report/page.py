@@ -56,9 +56,8 @@ def write_page(run: Path, *, refresh: bool = False) -> Path:
     """
     config, status = read_config(run), atomic_files.read_object(run / "status.json")
     lines = writer.read(run / writer.JSONL) if (run / writer.JSONL).is_file() else []
-    of = {kind: [line for line in lines if line["kind"] == kind] for kind in ("chosen", "train", "knn")}
-    of |= {kind: [numbers(line) for line in of[kind]] for kind in ("train", "knn")}
-    of["knn"] = [line for line in of["knn"] if "knn_accuracy" in line]
+    train, knn = ([numbers(line) for line in lines if line["kind"] == kind] for kind in ("train", "knn"))
+    knn = [line for line in knn if "knn_accuracy" in line]
     problem = ""
     try:
         meta = manager.newest_meta(run / manager.FOLDER) or {}
@@ -71,10 +70,10 @@ def write_page(run: Path, *, refresh: bool = False) -> Path:
     stands = f"{status.get('state')}{message}" if status else "not started"
     state = f"{methods.name(config)} · {stands} · written {datetime.now():%Y-%m-%d %H:%M:%S}"
     parts.append(f'<p class="state">{html.escape(state)}</p>')
-    warnings = [collapse_warning(of["knn"][-1]) if of["knn"] else None, problem]
+    warnings = [collapse_warning(knn[-1]) if knn else None, problem]
     parts += [f'<p class="warning">{html.escape(text)}</p>' for text in warnings if text]
-    parts.append(_facts(_now(of["train"], of["knn"], meta)))
-    parts += ["<h2>Curves by update</h2>", _curves(config, of["train"], of["knn"])]
+    parts.append(_facts(_now(train, knn, meta)))
+    parts += ["<h2>Curves by update</h2>", _curves(config, train, knn)]
     parts += ["<h2>Results</h2>", _results(run, config)]
     parts += ["<h2>Weights</h2>", *_weights(run, config)]
     parts += ["<h2>Views</h2>", _views(run)]
@@ -84,7 +83,7 @@ def write_page(run: Path, *, refresh: bool = False) -> Path:
     every = html.escape((run / "config.yaml").read_text(encoding="utf-8"))
     parts.append(f"<details><summary>All settings (config.yaml)</summary><pre>{every}</pre></details>")
     rows = [*meta.get("versions", {}).items(), ("processes", meta.get("world_size"))]
-    for line in of["chosen"][-1:]:  # for the hardware
+    for line in [line for line in lines if line["kind"] == "chosen"][-1:]:  # for the hardware
         rows.append(("precision", line.get("precision")))
         rows.append(("fast paths", ", ".join(line.get("paths") or []) or "none"))
     parts += ["<h2>Environment</h2>", _facts(rows)]
