@@ -97,8 +97,12 @@ class _Batch:
     per_class: int = 0
 
     @property
+    def labeled(self) -> int:
+        return self.classes * self.per_class
+
+    @property
     def views(self) -> int:
-        return 2 * self.unlabeled + self.classes * self.per_class
+        return 2 * self.unlabeled + self.labeled
 
 
 def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scratch: str = "") -> Proposal:
@@ -127,7 +131,8 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         gpu, cards = False, 1
         notes.append(f"so few images do not fill {m.count} GPUs: the run uses the CPU")
 
-    # ---- method and image size: the largest size at which the hours are enough
+    # ---- method, image size and length: the largest size at which the hours are enough
+    budget = TRAINING * 3600 * hours  # seconds of updates
     contrast_batch = partial(_contrast_batch, s, m, cards, gpu, name, stem)
 
     def seconds(batch: _Batch, size: int) -> float:
@@ -135,12 +140,12 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
         # A backward pass costs two forward ones.
         macs = 3 * batch.views * network_cost(name, stem, size, *HEAD).macs
         compute = macs / (m.macs_per_second * cards)
-        reading = (batch.unlabeled + batch.classes * batch.per_class) * s.read_seconds / m.cores
+        reading = (batch.unlabeled + batch.labeled) * s.read_seconds / m.cores
         return max(compute, reading) if gpu else compute + reading
 
     def passes(size: int) -> float:
         batch = contrast_batch(size)
-        return TRAINING * 3600 * hours / seconds(batch, size) / max(1, s.images // batch.unlabeled)
+        return budget / seconds(batch, size) / max(1, s.images // batch.unlabeled)
 
     sides = [size for size in SIZES if size <= max(s.side, SIZES[-1])]
     least_side = weights.least if weights else 32 if small else 48
@@ -150,34 +155,29 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     alone = bool(s.labels) and (few or s.labels >= MANY_LABELS * s.images)
     if alone:
         batch = _labeled_batch(s, cards, gpu)
-        wanted = FEW_UPDATES if weights else _most_alone(s, batch)
-        size = next((x for x in sides if wanted * seconds(batch, x) <= TRAINING * 3600 * hours), sides[-1])
-    else:
-        size = enough or sides[-1]
-        batch = contrast_batch(size)
-    suncet = s.images >= MANY_IMAGES or labels_left(s) <= FEW_LABELS * s.classes
-    supervision = "suncet" if suncet and not alone else "cross_entropy"
-
-    # ---- length
-    each = seconds(batch, size)
-    if alone:
-        per_epoch = max(1, labels_left(s) // (batch.classes * batch.per_class))
-        updates = max(FEWEST_UPDATES, min(_most_alone(s, batch), int(TRAINING * 3600 * hours / each)))
-        epochs = updates / per_epoch
+        # 100 passes over the labels, or 2,000 updates where that is more
+        most = max(2000, 100 * s.labels // batch.labeled)
+        wanted = FEW_UPDATES if weights else most
+        size = next((x for x in sides if wanted * seconds(batch, x) <= budget), sides[-1])
+        updates = max(FEWEST_UPDATES, min(most, int(budget / seconds(batch, size))))
+        epochs = updates / max(1, labels_left(s) // batch.labeled)
         length = Choice("optimization.steps", updates, f"{epochs:,.0f} passes over the labels")
         if updates < FEW_UPDATES:
             notes.append(f"{updates} updates are few: more hours would help")
     else:
-        per_epoch = max(1, s.images // batch.unlabeled)
-        epochs = max(1, min(MOST_PASSES, int(TRAINING * 3600 * hours / each / per_epoch)))
-        updates = epochs * per_epoch
+        size = enough or sides[-1]
+        batch = contrast_batch(size)
+        epochs = max(1, min(MOST_PASSES, int(passes(size))))
+        updates = epochs * max(1, s.images // batch.unlabeled)
         length = Choice("optimization.epochs", epochs, f"passes over the images: {updates:,} updates")
         if enough is None and weights is None:
             notes.append(f"few passes for SimCLR ({epochs}): more hours, or labels, would help most")
-    predicted = updates * each / 3600 / TRAINING
+    predicted = updates * seconds(batch, size) / 3600 / TRAINING
     if predicted > 1.01 * hours:
         notes.append(f"the shortest sensible run takes longer than --hours {hours:g}")
 
+    suncet = s.images >= MANY_IMAGES or labels_left(s) <= FEW_LABELS * s.classes
+    supervision = "suncet" if suncet and not alone else "cross_entropy"
     validation, why_validation = s.validation, "never learned from"
     if not s.labels:
         validation, why_validation = None, "no labels to measure with"
@@ -190,7 +190,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     choices = [*_data(s, size, weights, validation, why_validation), Choice("model.name", name, why_name)]
     if small:
         choices.append(Choice("model.stem", stem, "for images this small"))
-    why_init = "as asked for" if weights else f"from scratch: {why_scratch or 'asked for'}"
+    why_init = "as asked for" if weights else f"from scratch: {why_scratch}"
     if weights and weights.init == "timm":
         why_init = "published weights, as a rule far better than from scratch"
     choices.append(Choice("model.init", weights.init if weights else None, why_init))
@@ -251,7 +251,7 @@ def _criterion(
     if s.labels:
         why = "all classes" if b.classes == s.classes else f"of {s.classes:,}, in turn"
         yield Choice("criterion.classes_per_batch", b.classes, why)
-        share = "no other images" if alone else f"{b.classes * b.per_class / b.views:.0%} of the views"
+        share = "no other images" if alone else f"{b.labeled / b.views:.0%} of the views"
         yield Choice("criterion.supervised_imgs_per_class", b.per_class, f"of each class: {share}")
         yield Choice(
             "criterion.supervised_epochs", "all", "labels to the end: no run here has shown a better one"
@@ -302,7 +302,7 @@ def _contrast_batch(s: Survey, m: Machine, cards: int, gpu: bool, name: str, ste
     if not s.labels:
         return _Batch(unlabeled)
     labeled = round(2 * unlabeled * LABELED / (1 - LABELED))
-    classes = max(1, min(s.classes, max(2, labeled // 2 // cards), 32 if unlabeled < 1024 else 128))
+    classes = min(s.classes, max(2, labeled // 2 // cards), 32 if unlabeled < 1024 else 128)
     per_class = min(labeled // classes, max(2, s.labels // s.classes))
     return _Batch(unlabeled, classes, max(2 if cards == 1 else cards, _below(per_class, cards)))
 
@@ -311,16 +311,9 @@ def _labeled_batch(s: Survey, cards: int, gpu: bool) -> _Batch:
     """Return a batch of labeled images, at most half of them and of as many classes as fit."""
     left = labels_left(s)
     wanted = max(2 * cards, min((256 if gpu else 64) * cards, left // 2))
-    classes = max(1, min(s.classes, wanted // cards))
+    classes = min(s.classes, wanted // cards)
     per_class = max(cards, _below(min(wanted // classes, max(1, left // s.classes)), cards))
-    if classes == 1:
-        per_class = max(2, per_class)  # BatchNorm needs two rows
     return _Batch(0, classes, per_class)
-
-
-def _most_alone(s: Survey, b: _Batch) -> int:
-    """Return the most updates of labels alone: 100 passes over the labels, or 2,000 where that is more."""
-    return max(2000, 100 * s.labels // (b.classes * b.per_class))
 
 
 def labels_left(s: Survey) -> int:
