@@ -88,9 +88,8 @@ def _class_folders(folder: Path) -> str | None:
         images = any(
             os.path.splitext(each.name)[1].lower() in EXTENSIONS for each in shown if os.path.isfile(each)
         )
-        if name == "train" and folders and not images:
-            return name
-        if len(folders) > 1 and not images and not {"train", *VALIDATION} & set(folders):
+        enough = name == "train" or (len(folders) > 1 and not {"train", *VALIDATION} & set(folders))
+        if folders and enough and not images:
             return name
     return None
 

@@ -216,17 +216,17 @@ def _saved_section(
     unnamed = "no one baseline. Name it with --baseline RUN"
     why = "the baseline has no such results" if named_baseline else unnamed
     for panel in panels:
-        if panel.baseline is None and len(panel.groups) > 1:
-            parts += [f"{panel.measurement}: {why}.", ""]
         base = panel.baseline
-        own = {curve.seed for curve in base.curves} if base else set()
+        if base is None:
+            parts += [f"{panel.measurement}: {why}.", ""] if len(panel.groups) > 1 else []
+            continue
+        own = {curve.seed for curve in base.curves}
         here = [s for s in savings if s.measurement == panel.measurement]
         if lacking := sorted({str(s.seed) for s in here if s.seed not in own}):
             lacks = f"the baseline has no run of seed {', '.join(lacking)}"
             parts += [f"{panel.measurement}: {lacks}: compared with the mean of its seeds.", ""]
-        uneven = [m for m in metrics if base and m not in RANKS and base.uneven(m)]
-        rivals = [group for group in panel.groups if base and base.rivals(group)]
-        others = ((g.name, c) for g in rivals for c in g.curves if c.seed not in own)
+        uneven = [m for m in metrics if m not in RANKS and base.uneven(m)]
+        others = ((g.name, c) for g in panel.groups if base.rivals(g) for c in g.curves if c.seed not in own)
         if out := [f"{name}, seed {c.seed}" for name, c in others if any(map(c.at_steps, uneven))]:
             lacks = "no run of that seed, and its seeds were not evaluated at the same checkpoints"
             parts += [f"{panel.measurement}: left out: {'; '.join(out)}: the baseline has {lacks}.", ""]

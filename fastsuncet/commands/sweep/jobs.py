@@ -32,26 +32,24 @@ def job_state(job: Job) -> JobState:
         steps = {record["encoder"].get("step") for record in _results_of(job)}
     except CheckpointError as error:
         return JobState(False, f"not known to be done: {error}", damaged=True)
-    if "--encoder" in job.options:
-        return JobState(True, "done") if steps else JobState(False, "to do")
+    if not steps:
+        return JobState(False, "to do")
     wanted = {status.get("step")}
     if "--every-checkpoint" in job.options:
         names = {path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")}
         # Of those that are there: the run's last one can have been moved away, and is then measured by no command.
         wanted = {int(name) for name in names if name.isdecimal()} or wanted
-    if wanted <= steps:
+    if "--encoder" in job.options or wanted <= steps:
         return JobState(True, "done")
-    if not steps:
-        return JobState(False, "to do")
-    damaged = [step for step in sorted(wanted - steps, key=str) if not _is_good(folder, step)]
-    if len(damaged) == len(wanted - steps):
-        names = ", ".join(f"step_{step:08d}" for step in damaged)
-        remedy = (
-            f" in {folder / 'checkpoints'}: move it away, and the rest is all there is. If it is the last one, "
-            "`fastsuncet train` then makes it again"
-        )
-        return JobState(False, f"done but for {names}, damaged", damaged=True, remedy=remedy)
-    return JobState(False, "to do again: the run has gone on")
+    missing = sorted(wanted - steps, key=str)
+    if any(_is_good(folder, step) for step in missing):
+        return JobState(False, "to do again: the run has gone on")
+    names = ", ".join(f"step_{step:08d}" for step in missing)
+    remedy = (
+        f" in {folder / 'checkpoints'}: move it away, and the rest is all there is. If it is the last one, "
+        "`fastsuncet train` then makes it again"
+    )
+    return JobState(False, f"done but for {names}, damaged", damaged=True, remedy=remedy)
 
 
 def _is_good(folder: Path, step: Any) -> bool:
