@@ -83,7 +83,7 @@ def opened(images: ImageInput, upright: bool) -> tuple[ImageIndex, list[str]]:
     return image_list(files, upright=upright), [str(file) for file in files]
 
 
-def check_output(output: Path, endings: tuple[str, ...], force: bool, *, page: bool = False) -> Path:
+def check_output(output: Path, endings: tuple[str, ...], force: bool | None, *, page: bool = False) -> Path:
     """Raise ConfigError for an output that exists, has another ending, or needs a package that is missing.
 
     Return the path of its page, which exists neither if it has one.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastsuncet.checkpoint.run_folder import refuse_existing
+from fastsuncet.commands.embed import check_output
 from fastsuncet.commands.ranks import as_stoppable_rank
 from fastsuncet.commands.train import check_before_images
 from fastsuncet.config import Config, flat
@@ -38,11 +39,9 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
     Writes `output`, a config whose base is the file of `config`. Raises ConfigError for a file that exists, or that is
     no name of a config.
     """
-    if output.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--output {output} is not the name of a config: it must end in .yaml")
+    check_output(output, (".yaml", ".yml"), None)
     if not 0 < minutes < 100_000:
         raise ConfigError(f"--minutes must be a number above 0 and below 100,000, not {minutes:g}")
-    refuse_existing(output, None)
     check_before_images(config)
     status = output.with_name(f".preempted-{output.stem}.json")
     with as_stoppable_rank(config, arguments, status) as (plain, place, signals):

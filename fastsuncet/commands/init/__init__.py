@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
+from fastsuncet.commands.embed import check_output
 from fastsuncet.commands.init import survey
 from fastsuncet.commands.init.rules import Choice, Proposal, Survey, choose, labels_left
 from fastsuncet.config import Config
@@ -29,9 +30,7 @@ def init(folder: Path, labels: Path | None, hours: float, weights: str | None, o
     an output that exists and for hours, weights or images that no config fits, DataError for images and labels that
     cannot be read.
     """
-    refuse_existing(output, None)
-    if output.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--output {output} must end in .yaml")
+    check_output(output, (".yaml", ".yml"), None)
     text, config, plan, found, held_out = make(folder, labels, hours, weights, output)
     if held_out:
         refuse_existing(held_out_file(output), None)
