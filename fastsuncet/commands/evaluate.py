@@ -1,6 +1,7 @@
 """`fastsuncet evaluate`: measure a checkpoint, print the numbers and write them into the run's results."""
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from fastsuncet.data.learned_labels import learned, left_to_judge
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation import scoring
 from fastsuncet.evaluation.confusion import write_with_picture, written
-from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_on_every_rank, load_unless_gone
+from fastsuncet.evaluation.encoder import Encoder, load_chosen
 from fastsuncet.evaluation.features import view_size
 from fastsuncet.evaluation.protocols import accuracy, cross_validated, knn, linear, npi
 from fastsuncet.metrics.results import FOLDER, send_results
@@ -53,16 +54,13 @@ def evaluate(
     files = []
     # Nothing is resumed, so there is no status to read after a signal.
     with as_rank(config, arguments) as place:
-        chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
-        first = load_on_every_rank(place, chosen[0], config)
+        encoders = load_chosen(place, config, encoder, step, every)
+        first = next(encoders)
         # A wrong file or folder is refused before a million images are opened.
         _network(first, kind, config)
         on_rank_0(place, lambda: require_writable(config.run_folder / FOLDER / "result.json"))
         images = open_images(config, place, validation=not alone)
-        for path in chosen:
-            found = first if path == chosen[0] else load_unless_gone(place, path, config)
-            if found is None:
-                continue
+        for found in chain([first], encoders):
             # Torch's stubs lack memory_format together with a device.
             network = _network(found, kind, config).to(place.device, memory_format=layout)  # pyright: ignore[reportCallIssue]
             shown, known = left_to_judge(images, found.lies_at, found.supervised, place)
@@ -85,7 +83,7 @@ def evaluate(
         if place.first:
             send_results(config, files)
             several = [f"written  {files[0].parent}, {len(files)} results"]
-            place.say(*(written(files[0]) if len(chosen) == 1 else several))
+            place.say(*(written(files[0]) if len(files) == 1 else several))
 
 
 def _network(encoder: Encoder, kind: str, config: Config) -> nn.Module:

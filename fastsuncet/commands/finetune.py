@@ -7,6 +7,7 @@ A finished folder is not trained again, only printed. One that was stopped is co
 """
 
 import math
+from itertools import chain
 from pathlib import Path
 
 from fastsuncet.commands.ranks import as_stoppable_rank
@@ -14,7 +15,7 @@ from fastsuncet.config import Config
 from fastsuncet.data.dataset import open_images, validates
 from fastsuncet.data.learned_labels import learned, left_to_judge
 from fastsuncet.distributed.place import Place
-from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_on_every_rank, load_unless_gone
+from fastsuncet.evaluation.encoder import Encoder, load_chosen
 from fastsuncet.evaluation.finetuning.job import FineTuningJob, accuracy_table, resolve_sizes
 from fastsuncet.evaluation.finetuning.record import sizes
 from fastsuncet.evaluation.scoring import labeled, true_labels
@@ -40,17 +41,14 @@ def finetune(
     require_packages(config)
     status = config.run_folder / "finetune" / ".preempted.json"
     with as_stoppable_rank(config, arguments, status) as (config, place, signals):
-        chosen = choose_on_one_rank(place, encoder or config.run_folder, step, every)
-        first = load_on_every_rank(place, chosen[0], config)
+        encoders = load_chosen(place, config, encoder, step, every)
+        first = next(encoders)
         images = open_images(config, place, validation=validates(config))
         if images.held_out is not None:
             true_labels(images, place)  # one without a label is refused
         sized = resolve_sizes(config, images, place)
         records = []
-        for path in chosen:
-            found = first if path == chosen[0] else load_unless_gone(place, path, config)
-            if found is None:
-                continue
+        for found in chain([first], encoders):
             shown, known = left_to_judge(images, found.lies_at, found.supervised, place)
             if images.held_out is None:
                 known = int(learned(found.lies_at, images.train, found.supervised)[labeled(images)].sum())

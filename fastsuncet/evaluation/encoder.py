@@ -6,8 +6,9 @@ An export is a file and a JSON, named by `record_path`, that says what network i
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,32 +127,28 @@ def choose(where: Path, *, step: int | None = None, every: bool = False) -> list
     return [good[step]]
 
 
-def choose_on_one_rank(place: Place, where: Path, step: int | None, every: bool) -> list[Path]:
-    """Return on every rank what `choose` finds on rank 0: while a run trains, ranks can find different checkpoints."""
-    found = on_rank_0(place, lambda: [str(path) for path in choose(where, step=step, every=every)])
-    return [Path(path) for path in found]
+def load_chosen(
+    place: Place, config: Config, where: Path | None, step: int | None, every: bool = False
+) -> Iterator[Encoder]:
+    """Yield the encoders that `choose` finds in `where`, None for the config's own run, the same on every rank.
 
-
-def load_on_every_rank(place: Place, path: Path, config: Config) -> Encoder:
-    """Return the encoder in `path`, the same on every rank: a path can lead to each machine's own disk.
-
-    Collective. Raises on all ranks what loading raises on any of them, and ConfigError for other weights.
+    Rank 0 chooses: while a run trains, ranks can find different checkpoints, and one that it has deleted before its
+    turn is skipped. Collective. Raises on all ranks what loading raises on any of them, and ConfigError for other
+    weights: a path can lead to each machine's own disk.
     """
-    encoder = on_every_rank(lambda: load_encoder(path, config))
-    if place.world_size > 1:
-        require_same({f"the weights in {path}": encoder.sha256}, ConfigError)
-    return encoder
-
-
-def load_unless_gone(place: Place, path: Path, config: Config) -> Encoder | None:
-    """Do as `load_on_every_rank`, but return None on every rank where a run that still trains has deleted `path`."""
-    try:
-        return load_on_every_rank(place, path, config)
-    except FastSuncetError:
-        if on_rank_0(place, path.exists):
-            raise
-    place.say(f"{path}: skipped, deleted by checkpoint.keep during evaluation")
-    return None
+    home = where or config.run_folder
+    paths = on_rank_0(place, lambda: [str(path) for path in choose(home, step=step, every=every)])
+    for path in map(Path, paths):
+        try:
+            encoder = on_every_rank(partial(load_encoder, path, config))
+            if place.world_size > 1:
+                require_same({f"the weights in {path}": encoder.sha256}, ConfigError)
+        except FastSuncetError:  # noqa: PERF203 - loading takes far longer
+            if str(path) == paths[0] or on_rank_0(place, path.exists):
+                raise
+            place.say(f"{path}: skipped, deleted by checkpoint.keep during evaluation")
+        else:
+            yield encoder
 
 
 def load_encoder(where: Path, config: Config | None = None) -> Encoder:

@@ -25,7 +25,7 @@ from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.errors import NumericalError, Preempted
-from fastsuncet.evaluation.encoder import Encoder, choose_on_one_rank, load_on_every_rank
+from fastsuncet.evaluation.encoder import Encoder, load_chosen
 from fastsuncet.evaluation.finetuning.data_sets import TransferTask, open_task
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.evaluation.finetuning.record import (
@@ -221,8 +221,7 @@ def open_grids(
     config: Config, place: Place, where: Path | None, step: int | None, signals: SignalFlag
 ) -> list[DatasetGrid]:
     """Return a grid for each data set, all of them before the first cell: a missing one is then reported at once."""
-    (chosen,) = choose_on_one_rank(place, where or config.run_folder, step, False)
-    encoder = load_on_every_rank(place, chosen, config)
+    encoder = next(load_chosen(place, config, where, step))
     name = Path(encoder.source).stem if encoder.step is None else f"step_{encoder.step:08d}"
     folder = config.run_folder / "transfer" / f"{name}-{module_digest(encoder.module)[:8]}"
     tasks = [open_task(name, config, place) for name in config.transfer.datasets]
