@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsuncet.config.schema import LinearSection
 from fastsuncet.distributed.collectives import rank, sum_over_ranks, world_size
 from fastsuncet.evaluation.calibration import FOLDS, fit_temperature, out_of_fold
 from pipelines.output import show_progress
@@ -61,7 +60,8 @@ def fit_linear(
 
     Features are standardized by their own mean and standard deviation. The arithmetic is float64 in pieces of ROWS
     images, so the features need no second copy. Deterministic. `LinearFit.converged` says whether the optimum was
-    reached within `max_iterations`.
+    reached within `max_iterations`. Each rank makes the fit, of features that all have: that of all of ImageNet takes
+    hours on some cards, and a rank that waited for it would run into the time limit of a collective.
     """
     # In float32 the loss near the optimum is constant to its last bit: the line search then stops at gradients of 1e-5
     # and more, and at which one depends on the processor.
@@ -160,17 +160,3 @@ def choose_strength(
         # The smallest would predict one class for all images.
         return 1.0, f"because none {tried} is better in cross-validation than a guess of the largest class"
     return STRENGTHS[int(losses.argmin())], f"by cross-validation {tried}"
-
-
-def fit_chosen(
-    features: Tensor, labels: Tensor, num_classes: int, section: LinearSection
-) -> tuple[LinearFit, float, str]:
-    """Return the fit of the config's section linear, its strength, and why this is taken, in words.
-
-    Collective, but for a strength that is given. Each rank makes the fit, of features that all have: in float64 that of
-    all of ImageNet takes hours on some cards, and a rank that waited for it would run into the time limit of a
-    collective.
-    """
-    strength, why = choose_strength(features, labels, num_classes, section.strength)
-    options = {"strength": strength, "max_iterations": section.max_iterations}
-    return fit_linear(features, labels, num_classes, **options), strength, why

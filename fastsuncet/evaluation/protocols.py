@@ -19,7 +19,7 @@ from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.calibration import FOLDS, out_of_fold
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.knn import MOST_SUPPORTS, knn_predict, spread_over_classes
-from fastsuncet.evaluation.linear import TOLERANCE, choose_strength, fit_chosen, linear_logits
+from fastsuncet.evaluation.linear import TOLERANCE, choose_strength, fit_linear, linear_logits
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.evaluation.scoring import (
     LEARNED,
@@ -133,7 +133,9 @@ def linear(network: nn.Module, images: Images, config: Config, place: Place) -> 
     Labeled and validation images are single center crops.
     """
     shown = examples(network, images, config, place)
-    fit, strength, why = fit_chosen(shown.features, shown.labels, len(images.train.classes), config.linear)
+    rows = shown.features, shown.labels, len(images.train.classes)
+    strength, why = choose_strength(*rows, config.linear.strength)
+    fit = fit_linear(*rows, strength=strength, max_iterations=config.linear.max_iterations)
     setting: dict[str, Any] = config.linear.model_dump()
     notes = [f"fitted in {fit.iterations:,} iterations"]
     if not fit.converged:

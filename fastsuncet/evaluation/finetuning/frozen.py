@@ -18,7 +18,7 @@ from fastsuncet.evaluation.encoder import Encoder
 from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.fit import FineTuningStream, Frozen, measure_statistics
 from fastsuncet.evaluation.knn import knn_predict
-from fastsuncet.evaluation.linear import ROWS, fit_chosen
+from fastsuncet.evaluation.linear import ROWS, choose_strength, fit_linear
 from fastsuncet.evaluation.protocols import examples
 from fastsuncet.evaluation.scoring import labeled, measured, share_right
 
@@ -38,7 +38,9 @@ def measure_frozen(encoder: Encoder, images: Images, config: Config, place: Plac
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
 
     def fitted(features: Tensor) -> tuple[Tensor, Tensor, float]:
-        fit = fit_chosen(features, labels, count, config.linear)[0]
+        rows = features, labels, count
+        strength, _ = choose_strength(*rows, config.linear.strength)
+        fit = fit_linear(*rows, strength=strength, max_iterations=config.linear.max_iterations)
         return fit.weight.float(), fit.bias.float(), mean_square(features)
 
     accuracies, start = {}, None
