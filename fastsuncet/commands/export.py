@@ -181,11 +181,9 @@ def _is_of(checkpoint: Path, weights: Path) -> bool:
 
 
 def _record(encoder: Encoder, to: str, run: Path) -> dict[str, Any]:
-    config, view = encoder.trained, encoder.view
-    assert config is not None and view is not None, "the encoder is a checkpoint's"
-    source = Path(encoder.source)
-    meta = manager.load(source).meta
-    step = meta["step"]
+    config, view, source = encoder.trained, encoder.view, Path(encoder.source)
+    step = encoder.step if encoder.tuned is None else encoder.tuned
+    assert config is not None and view is not None and step is not None, "the encoder is a checkpoint's"
     lines = writer.read(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     # Of each kind of line the newest up to this checkpoint: losses and speed, and the k-NN accuracy of the training.
     newest = json.dumps({line["kind"]: line for line in lines if line.get("step", step + 1) <= step})
@@ -285,31 +283,26 @@ def _sha256(content: bytes) -> str:
 
 def _timm_config(record: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the Hugging Face hub's timm models."""
-    size = record["image_size"]
+    size, name = record["image_size"], record["architecture"]
     pixels = {"input_size": [3, size, size], "mean": record["mean"], "std": record["std"]}
     # Rounded down, because timm resizes to size / share, rounded down.
     share = size * 10**6 // record["resize"] / 10**6
-    crop = {"crop_pct": share, "crop_mode": "center", "interpolation": "bilinear"}
+    pixels |= {"crop_pct": share, "crop_mode": "center", "interpolation": "bilinear"}
     names = record["classes"] if record["classifier"] else []
-    classes = {"num_classes": len(names), "first_conv": "conv1", "classifier": "fc"}
     shape = {"num_classes": len(names), "num_features": record["width"], "global_pool": "avg"}
     shape |= {"label_names": names} if names else {}
-    name = record["architecture"]
-    if not name.startswith(TIMM):
-        return {"architecture": name, **shape, "pretrained_cfg": pixels | crop | classes}
-    network = timm_backbone.create(name, "meta")
-    theirs = network.pretrained_cfg
-    known = {key: theirs[key] for key in ("first_conv", "classifier")}
-    arguments: dict[str, Any] = {"dynamic_img_size": True} if hasattr(network, "dynamic_img_size") else {}
-    # As `timm_backbone.create` built it: of the size in timm's own config, whatever images it was trained on.
-    arguments |= {"img_size": theirs["input_size"][1:]} if theirs.get("fixed_input_size") else {}
-    del shape["global_pool"]  # as the network has it
-    shape |= {"model_args": arguments} if arguments else {}
-    return {
-        "architecture": name.removeprefix(TIMM),
-        **shape,
-        "pretrained_cfg": pixels | crop | classes | known,
-    }
+    layers = {"first_conv": "conv1", "classifier": "fc"}
+    if name.startswith(TIMM):
+        network = timm_backbone.create(name, "meta")
+        theirs = network.pretrained_cfg
+        layers = {key: theirs[key] for key in layers}
+        arguments: dict[str, Any] = {"dynamic_img_size": True} if hasattr(network, "dynamic_img_size") else {}
+        # As `timm_backbone.create` built it: of the size in timm's own config, whatever images it was trained on.
+        arguments |= {"img_size": theirs["input_size"][1:]} if theirs.get("fixed_input_size") else {}
+        del shape["global_pool"]  # as the network has it
+        shape |= {"model_args": arguments} if arguments else {}
+    pixels |= {"num_classes": len(names), **layers}
+    return {"architecture": name.removeprefix(TIMM), **shape, "pretrained_cfg": pixels}
 
 
 def _model_card(record: dict[str, Any]) -> str:
