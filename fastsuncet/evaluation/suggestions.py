@@ -29,20 +29,17 @@ def typical(features: Tensor, labeled: Tensor, count: int, seed: int = 0) -> Ten
     found: list[int] = []
     copies: list[int] = []
     taken = {same[i] for i in labeled.nonzero()[:, 0].tolist()}
-    while len(found) < min(count, int((~labeled).sum())):
+    while len(found) < count and any(left.values()):
         # A cluster of few images is noise, and comes last.
-        order = [(sizes[c] < SMALLEST, labels[c], -sizes[c], c) for c in left if left[c]]
-        if not order:
-            found += copies[: count - len(found)]
-            break
-        cluster = min(order)[-1]
+        *_, cluster = min((sizes[c] < SMALLEST, labels[c], -sizes[c], c) for c in left if left[c])
         image = left[cluster].pop(0)
         if same[image] in taken:
             copies.append(image)
-            continue
-        taken.add(same[image])
-        found.append(image)
-        labels[cluster] += 1
+        else:
+            taken.add(same[image])
+            found.append(image)
+            labels[cluster] += 1
+    found += copies[: count - len(found)]
     return torch.tensor(found, dtype=torch.int64, device=x.device)
 
 
