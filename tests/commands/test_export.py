@@ -27,15 +27,10 @@ from fastsuncet.evaluation.features import outputs
 from fastsuncet.models import export_formats
 from pipelines.datasets.folders import image_tree
 from tests.support.colors import ALONE
-from tests.support.exports import CLASSES, IMAGES, save_run
+from tests.support.exports import CLASSES, features, save_run
 from tests.support.power_cut import intercept
 from tests.support.reports import result, write_lines
 from tests.support.runs import small_config, train
-
-
-def features(module: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return module.eval()(IMAGES)
 
 
 @pytest.fixture

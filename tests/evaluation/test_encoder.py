@@ -19,7 +19,7 @@ from fastsuncet.evaluation.encoder import choose, load_chosen, load_encoder
 from fastsuncet.models.pretrained_weights import read_weights_of, require_fit
 from fastsuncet.models.resnet import build_model
 from tests.support.checkpoints import HARMS, save_model
-from tests.support.exports import IMAGES, built
+from tests.support.exports import built, features
 from tests.support.ranks import run_ranks
 from tests.support.runs import CONFIGS
 
@@ -29,11 +29,6 @@ def config():
     return load_config(CONFIGS / "digits_demo.yaml")
 
 
-def outputs(module: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return module.eval()(IMAGES)
-
-
 def test_load_encoder_takes_a_run_its_checkpoints_or_one_of_them(tmp_path, config):
     """The checkpoint says which network it is; the config can be of another one."""
     model = built()
@@ -41,7 +36,7 @@ def test_load_encoder_takes_a_run_its_checkpoints_or_one_of_them(tmp_path, confi
     other = load_config(CONFIGS / "in1k_10pct.yaml")
     for where in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step_00000020"):
         encoder = load_encoder(where, other)
-        assert torch.equal(outputs(encoder.module), outputs(model.encoder))
+        assert torch.equal(features(encoder.module), features(model.encoder))
         assert (encoder.width, encoder.name, encoder.stem) == (64, "resnet_tiny", config.model.stem)
         assert (encoder.step, encoder.epoch, encoder.method) == (20, 5.0, "SimCLR + SuNCEt")
         assert encoder.ledger["updates"] == 20
@@ -121,7 +116,7 @@ def test_load_encoder_reads_files_of_torchvision_and_timm(tmp_path, config, name
     assert encoder.width == network.fc.in_features
     assert (encoder.step, encoder.ledger, encoder.method) == (None, None, None)
     network.fc = torch.nn.Identity()
-    torch.testing.assert_close(outputs(encoder.module), outputs(network))
+    torch.testing.assert_close(features(encoder.module), features(network))
 
 
 def without(state: dict, *parts: str) -> dict:
@@ -161,7 +156,7 @@ def test_load_encoder_finds_the_weights_in_any_file(tmp_path, config, what):
     torch.save(FILES[what](dict(network.state_dict())), path)
     encoder = load_encoder(path, config)
     assert (encoder.name, encoder.stem, encoder.width) == ("resnet_tiny", "cifar", 64)
-    assert torch.equal(outputs(encoder.module), outputs(network)) and encoder.classifier is None
+    assert torch.equal(features(encoder.module), features(network)) and encoder.classifier is None
 
 
 @pytest.mark.slow

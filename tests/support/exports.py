@@ -24,6 +24,12 @@ def built(name="resnet_tiny", stem="imagenet", classes: int | None = None) -> to
     return model.eval()
 
 
+def features(module: torch.nn.Module) -> torch.Tensor:
+    """Return what the module makes of `IMAGES` in evaluation mode."""
+    with torch.no_grad():
+        return module.eval()(IMAGES)
+
+
 SIMCLR = {"source": "a", "step": 5, "epoch": 1.0, "method": "SimCLR", "ledger": {"updates": 5}}
 
 
