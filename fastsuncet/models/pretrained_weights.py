@@ -155,8 +155,6 @@ def _read(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except MemoryError as error:
         raise CheckpointError(f"{path} is damaged, or larger than the memory of this machine") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the parsers raise many types for bytes that are no such file
         # torch's own message advises to allow everything, so only the name of the refused object is passed on.
         found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None

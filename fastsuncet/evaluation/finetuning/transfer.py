@@ -21,10 +21,9 @@ import numpy as np
 from fastsuncet.checkpoint.run_folder import disk_errors, lock_folder
 from fastsuncet.config import Config
 from fastsuncet.config.schema import FinetuneSection, LoggingSection
-from fastsuncet.distributed.collectives import any_rank
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
-from fastsuncet.errors import NumericalError, Preempted
+from fastsuncet.errors import NumericalError
 from fastsuncet.evaluation.encoder import Encoder, load_chosen
 from fastsuncet.evaluation.finetuning.data_sets import TransferTask, open_task
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
@@ -241,8 +240,8 @@ def open_grids(
 def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
     """Run the shard's cells one after the other, then choose for every data set whose cells are all finished.
 
-    Raises Preempted once a signal came, between cells as well as within one; NumericalError, after all other data sets
-    have their result, for those that have none.
+    Raises Preempted once a signal came, of one between two cells from the next cell's first update on; NumericalError,
+    after all other data sets have their result, for those that have none.
     """
     say = grids[0].place.say
     every = [(dataset, cell) for dataset in grids for cell in grid(dataset.config)]
@@ -253,7 +252,6 @@ def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
     say(f"part       {number}/{count}: {len(mine)} of {len(every)} cells, {before} of them done before")
     seconds = []  # of the cells trained now
     for number, (dataset, cell) in enumerate(mine, 1):
-        stop_if_requested(dataset.signals)
         say(f"cell {number}/{len(mine)}  {dataset.task.name}, {cell}")
         record, new = dataset.run(cell)
         if record is None:
@@ -269,20 +267,12 @@ def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
         say(f"    {text}" if new else f"    done before: {text}")
     diverged = []
     for dataset in grids:
-        stop_if_requested(dataset.signals)
         try:
             conclude(dataset)
-        except NumericalError as error:
+        except NumericalError as error:  # noqa: PERF203 - a grid takes far longer
             diverged.append(str(error))
     if diverged:
         raise NumericalError("\n".join(diverged))
-
-
-def stop_if_requested(signals: SignalFlag) -> None:
-    """Raise Preempted on every rank once a signal came to any of them."""
-    if any_rank(signals.requested is not None):
-        asked = signals.requested or "another rank"
-        raise Preempted(f"{asked}: stopped between two cells; the same command continues the grid")
 
 
 def conclude(dataset: DatasetGrid) -> None:
