@@ -60,11 +60,15 @@ def test_ranks_that_read_different_weights_are_refused(tmp_path, config):
     run_ranks(on_disks_of_their_own, 2, tmp_path, config)
 
 
-def test_load_encoder_refuses_other_pixels_than_the_runs(tmp_path, config):
+def test_load_encoder_refuses_a_run_of_other_pixels_or_another_version(tmp_path, config):
     save_model(tmp_path, config, built(), 10)
     other = load_config(CONFIGS / "digits_demo.yaml", ["data.augmentation.std=[0.5, 0.5, 0.5]"])
     with pytest.raises(ConfigError, match=r"10 was trained .*std=\[1,1,1\], but .*std=\[0.5,0.5,0.5\]"):
         load_encoder(tmp_path, other)
+    meta = {"config": config.canonical() | {"tomorrow": {"key": 1}}}
+    manager.save(tmp_path, 1, model={"encoder.x": torch.ones(1)}, state={}, meta=meta, keep=1)
+    with pytest.raises(CheckpointError, match="does not say what network it holds"):
+        load_encoder(tmp_path / "step_00000001", config)
 
 
 def test_choose_lists_good_checkpoints_and_names_a_damaged_one(tmp_path, config, capsys):
@@ -88,13 +92,6 @@ def test_choose_refuses_what_it_cannot_find(tmp_path, config):
     save_model(tmp_path, config, built(), 10)
     with pytest.raises(ConfigError, match="is one checkpoint"):
         choose(tmp_path / "checkpoints" / "step_00000010", step=10)
-
-
-def test_load_encoder_refuses_a_run_of_another_version(tmp_path, config):
-    meta = {"config": config.canonical() | {"tomorrow": {"key": 1}}}
-    manager.save(tmp_path, 1, model={"encoder.x": torch.ones(1)}, state={}, meta=meta, keep=1)
-    with pytest.raises(CheckpointError, match="does not say what network it holds"):
-        load_encoder(tmp_path, config)
 
 
 def wrapped(state: dict, how: str) -> dict:

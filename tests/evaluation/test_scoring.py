@@ -15,7 +15,7 @@ from fastsuncet.config import ConfigErrors
 from fastsuncet.data.dataset import Images
 from fastsuncet.errors import NumericalError
 from fastsuncet.evaluation.protocols import accuracy, knn, linear, npi
-from fastsuncet.evaluation.scoring import measured, per_class, supports, true_labels
+from fastsuncet.evaluation.scoring import measured, per_class, supports
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import class_numbers, with_classes
 from pipelines.datasets.label_splits import labeled_split
@@ -66,17 +66,14 @@ def test_supports_names_a_class_without_a_labeled_image(tmp_path):
         supports(images, config)
 
 
-def test_true_labels_names_an_image_without_a_label(colors):
-    _, images = colors
+def test_accuracy_refuses_other_classes_and_an_image_without_a_label(colors):
+    config, images = colors
+    network = nn.Sequential(MeanColor(), nn.Linear(3, 2))
+    with pytest.raises(DataError, match="the classifier has 2 classes and the images have 3"):
+        accuracy(network, images, config, ALONE)
     images.validation.labels[3] = -1
     with pytest.raises(DataError, match=r"1 of the 11 validation images have no label \(b/3\.png\)"):
-        true_labels(images, ALONE)
-
-
-def test_accuracy_refuses_a_classifier_of_other_classes(colors):
-    config, images = colors
-    with pytest.raises(DataError, match="the classifier has 2 classes and the images have 3"):
-        accuracy(nn.Sequential(MeanColor(), nn.Linear(3, 2)), images, config, ALONE)
+        accuracy(network, images, config, ALONE)
 
 
 @pytest.mark.parametrize("numbered_by_folders", [True, False])
