@@ -89,7 +89,7 @@ def train(config: Config, *, stop_at: int | None = None, rank: int | None = None
         batch = read(stream, step, supervised)
         digest = hashlib.sha256()
         for tensor in (*batch.views, batch.labeled, batch.labels):
-            digest.update(tensor.contiguous().numpy().tobytes())
+            digest.update(tensor.numpy(force=True).tobytes())
         seen[step] = digest.hexdigest()
         if step == stop_at and rank in (None, stream.place.rank):
             terminate()

@@ -14,7 +14,7 @@ same DALI: python -m pipelines.dali.view_operator --prebuilt.
 
 Where a machine is lent for minutes, three calls, each with a PREFIX of its own: --minutes 8 --only imagenet profile
 ahead start; CUDA_DEVICE_MAX_CONNECTIONS=32 in the environment of --minutes 1.5 --only profile; --minutes 5 --only tests
-resume lars losses. The part ladder compares as many settings as it has time for, on every GPU.
+lars losses. The part ladder compares as many settings as it has time for, on every GPU.
 
 The exit code is 0 if every part that was started succeeded, 2 if none could be started (no GPU, no folder to write to),
 else 1.
@@ -87,8 +87,7 @@ PARTS = (
     Part("feed", 2, "the loader alone", "WORKLOAD feed"),
     Part("ahead", 2.5, "the same step with more decoding threads and read-ahead", AGAINST + AHEAD),
     Part("start", 3, "what a run does until its first updates", "WORKLOAD start"),
-    Part("tests", 3.5, "the tests that need a GPU", "TESTS"),
-    Part("resume", 2, "a continued run against a whole one, to the bit", "WORKLOAD resume"),
+    Part("tests", 4, "the tests that need a GPU", "TESTS"),
     Part("ladder", 8, "what makes a run faster: fastsuncet tune", "TUNE in1k_10pct IMAGENET"),
     Part("cifar", 1.5, "ResNet-50 with the CIFAR stem at 32 pixels", STEP + "digits_demo CIFAR"),
     Part("lars", 1, "a LARS step", "tools/bench/run.py lars --rounds 9 TOOL"),

@@ -1,16 +1,14 @@
 """The parts of the GPU suite that no other tool has: python -m tools.gpu.workloads PART --folder F --output PREFIX ...
 
-    resume    a run that is continued from a checkpoint ends as the whole run does, to the bit
     feed      how fast the loader alone is, by operator, JPEG engine and threads
     profile   our step under torch's profiler, on a fixed batch and end to end
     start     when the first run on a machine and another one print what, and the calls of the latter
 
-The images are generated: a bare machine has no data sets. The exit code is 1 if results are wrong.
+The images are generated: a bare machine has no data sets. The exit code is 1 if a run fails.
 """
 
 import os
 import pstats
-import shutil
 import subprocess
 import sys
 import time
@@ -25,7 +23,6 @@ from torch.profiler import ProfilerActivity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tools` can be imported
 
-import fastsuncet
 from fastsuncet.config import load_config
 from fastsuncet.distributed.place import join
 from fastsuncet.training.cuda_graph import WARMUP
@@ -40,7 +37,6 @@ from tools.bench import harness
 from tools.bench.harness import Call, Row
 from tools.bench.pictures import write_picture
 from tools.bench.step import END_TO_END, FIXED, StepBench
-from tools.same_runs import assert_equal_to_the_bit, final_state
 
 # Settings of a config, and the further ones of a rehearsal. The paper's step on generated pictures, 512 views a GPU:
 IMAGENET = (
@@ -64,11 +60,6 @@ START = (
     "optimization.warmup=0 optimization.steps=40 logging.log_every=20 checkpoint.every_epochs=null",
     "model.name=resnet_tiny data.augmentation.size=32 data.augmentation.blur=0 "
     "criterion.unsupervised_batch_size=8 criterion.supervised_imgs_per_class=2 optimization.steps=4",
-)
-RESUME = (
-    "data.split.fraction=null optimization.steps=10 optimization.warmup=0 "
-    "checkpoint.every=5 checkpoint.every_epochs=null checkpoint.keep=9",
-    "criterion.unsupervised_batch_size=16 criterion.supervised_imgs_per_class=2",
 )
 PICTURES = (
     "data.kind=image_folder data.train=pictures data.validation=null data.split.kind=all "
@@ -128,32 +119,6 @@ def feed(options: Namespace) -> int:
         apart = (first[0.0].float() - first[1.0].float()).abs().max().item()
         print(f"the largest difference of a batch's views at share 1.0 from those at 0.0: {apart:.4f} of 1\n")
     return 0
-
-
-def resume(options: Namespace) -> int:
-    """Train ten steps, and continue the same run from its checkpoint at step five, in both precisions."""
-    rows: list[Row] = []
-    for precision in ("fp32", "bf16"):
-        words = overrides(RESUME, options.folder, options.device, options.quick)
-        words.append(f"meta.precision={precision}")
-        whole, continued = (
-            load_config("digits_demo", [*words, f"logging.folder={options.folder}/{precision}_{name}"])
-            for name in ("whole", "continued")
-        )
-        fastsuncet.train(whole)
-        shutil.copytree(whole.run_folder, continued.run_folder)
-        for checkpoint in (continued.run_folder / "checkpoints").glob("step_*"):
-            if int(checkpoint.name.removeprefix("step_")) > 5:
-                shutil.rmtree(checkpoint)
-        fastsuncet.train(continued)
-        try:
-            assert_equal_to_the_bit(final_state(continued), final_state(whole))
-            result = "equal to the bit"
-        except AssertionError as error:
-            result = f"DIFFERENT: {str(error).splitlines()[0]}"
-        rows.append({"precision": precision, "continued run": result})
-    harness.show("weights, statistics, momentum and metrics after ten steps, continued at five", rows)
-    return int(any(row["continued run"].startswith("DIFFERENT") for row in rows))
 
 
 CLOCKS = {
@@ -249,11 +214,11 @@ def start(options: Namespace) -> int:
     return int(any(codes))
 
 
-PARTS = {part.__name__: part for part in (feed, resume, profile, start)}
+PARTS = {part.__name__: part for part in (feed, profile, start)}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one part; return 1 if results are wrong."""
+    """Run one part; return its exit code."""
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--folder", type=Path, required=True, help="holds the images of `generate_images`")
