@@ -172,37 +172,28 @@ def petaflops(macs: int) -> float:
 class Memory:
     """Bytes on one device; without the convolutions' workspace, the allocator's gaps and DALI's buffers."""
 
-    parameters: int
-    gradients: int
-    momentum: int
-    weight_copies: int  # autocast's 16-bit weights, kept for backward
+    weights: int  # in float32, with gradients and momentum; and autocast's in 16 bits, kept for backward
     activations: int  # what autograd keeps, and the batch itself
 
     @property
     def total(self) -> int:
         """All of it at once, a little more than the peak: gradients fill while activations are freed."""
-        return self.parameters + self.gradients + self.momentum + self.weight_copies + self.activations
+        return self.weights + self.activations
 
 
 def memory_estimate(
-    name: str, stem: str, size: int, *head: Any, views: int, precision: str = "bf16"
+    name: str, stem: str, size: int, *head: Any, views: int, precision: str, copies: int = 3
 ) -> Memory:
     """Return the bytes that one rank needs to train on `views` views per step.
 
-    `head` as of `network_cost`.
-    Weights, gradients and momentum are float32 in every precision; "bf16" and "fp16" keep activations in 16
-    bits, "fp32" in 32. A ResNet-50 at 224 px keeps 45 MB per view in bf16, 23 GB for 512 views. Under DDP
-    with gradient_as_bucket_view the buckets are the gradients; without, add their size again.
+    `head` as of `network_cost`; `copies` of the weights are float32 in every precision: themselves, gradients and
+    momentum. "bf16" and "fp16" keep activations in 16 bits, "fp32" in 32. A ResNet-50 at 224 px keeps 45 MB per view in
+    bf16, 23 GB for 512 views. Under DDP with gradient_as_bucket_view the buckets are the gradients; without, add their
+    size again.
     """
     half = {"bf16": True, "fp16": True, "fp32": False}[precision]
     cost = network_cost(name, stem, size, *head)
-    parameters = 4 * cost.parameters
     kept = cost.activations * (2 if half else 4) + 8 * cost.indices
     images = 3 * size**2 * 4 if half else 0  # in float32 the batch is what the first convolution keeps
-    return Memory(
-        parameters=parameters,
-        gradients=parameters,
-        momentum=parameters,
-        weight_copies=2 * cost.cast_parameters if half else 0,
-        activations=views * (kept + images),
-    )
+    in_16_bits = 2 * cost.cast_parameters if half else 0
+    return Memory(4 * copies * cost.parameters + in_16_bits, views * (kept + images))

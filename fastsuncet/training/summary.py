@@ -92,8 +92,12 @@ def step_memory(config: Config, arithmetic: Arithmetic) -> Memory:
     (unlabeled, labeled), *more = max(kinds, key=lambda pieces: a.views * pieces[0][0] + pieces[0][1])
     small = a.small_views * unlabeled
 
+    # Weights, gradients and momentum, of AdamW two. Under DDP the sum over pieces is a copy beside the buckets.
+    copies = 3 + (config.optimization.optimizer == "adamw") + (bool(more) and a.world_size > 1)
+    options = {"precision": config.meta.precision, "copies": copies}
+
     def estimate(size: int, views: int) -> Memory:
-        return memory_estimate(m.name, m.stem, size, *m.head, views=views, precision=config.meta.precision)
+        return memory_estimate(m.name, m.stem, size, *m.head, views=views, **options)
 
     size = config.data.augmentation.size
     large = estimate(size, a.large_views * unlabeled + labeled)
@@ -103,12 +107,7 @@ def step_memory(config: Config, arithmetic: Arithmetic) -> Memory:
         (a.large_views * images + labels) * size**2 + a.small_views * images * config.swav.small_size**2
         for images, labels in more
     )
-    # Under DDP the sum over pieces is a copy beside the buckets.
-    copies = 2 if more and a.world_size > 1 else 1
-    activations += large.activations + 12 * waiting
-    moments = 2 if config.optimization.optimizer == "adamw" else 1
-    gradients, momentum = copies * large.gradients, moments * large.momentum
-    return replace(large, activations=activations, gradients=gradients, momentum=momentum)
+    return replace(large, activations=activations + large.activations + 12 * waiting)
 
 
 def feed_memory(config: Config, arithmetic: Arithmetic, sizes: np.ndarray | None) -> int:
