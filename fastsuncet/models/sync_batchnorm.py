@@ -79,9 +79,7 @@ class RankBatchNorm(_BatchNorm):
     running_var: Tensor
     momentum: float
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"RankBatchNorm: expected (N, C, ...), got {input.dim()} dimensions")
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
 
     @property
     def over_ranks(self) -> bool:

@@ -87,16 +87,12 @@ def judge(ranks: Sequence[Verdict]) -> Verdict:
 def describe_machine(device: torch.device) -> Key:
     """Return what a verdict on a GPU depends on besides its path and its shapes."""
     card = torch.cuda.get_device_properties(device)
-    try:
-        nvrtc = list(cuda_compiler.version())
-    except cuda_compiler.KernelError as error:
-        nvrtc = [str(error)]
     return {
         "card": card.name,
         "memory": card.total_memory,
         "driver": DRIVER.read_text(encoding="utf-8")[:LIMIT] if DRIVER.exists() else "",
         "cuda": cuda_compiler.driver_version(),
-        "nvrtc": nvrtc,
+        "nvrtc": cuda_compiler.unavailable() or cuda_compiler.version(),
         "versions": versions(),
         "program": digest_of_sources(),
         "environment": {name: value for name, value in os.environ.items() if name.startswith(DECISIVE)},

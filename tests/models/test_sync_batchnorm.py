@@ -144,7 +144,7 @@ def run_everything(rank, world_size):
     results = {(name, executor): run_case(name, executor, rank, world_size) for name, executor in table}
     results |= run_statistics(rank, world_size)
     results["bfloat16"] = run_bfloat16()
-    for shape, said in (((3,), r"expected \(N, C, \.\.\.\), got 1 dimensions"), ((0, 3), "batch is empty")):
+    for shape, said in (((3,), "expected at least 2D input"), ((0, 3), "batch is empty")):
         with pytest.raises(ValueError, match=said):
             RankBatchNorm(3)(torch.zeros(shape))
     return results
