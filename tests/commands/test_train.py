@@ -51,8 +51,10 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
     assert said in capsys.readouterr().out
     assert asked == [{}, {"x.cu": True, "y.cu": False}]
     assert len((config.run_folder / "learned.csv").read_text().splitlines()) == 1 + 70
-    for file in ("metrics.jsonl", "config.yaml"):
-        assert '"paths": ["x.cu"]' in (config.run_folder / file).read_text()
+    chosen = '"precision": "fp32", "paths": ["x.cu"]}\n'
+    first, *_ = (config.run_folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert first == '{"step": 0, "kind": "chosen", ' + chosen
+    assert "# chosen for this hardware: {" + chosen in (config.run_folder / "config.yaml").read_text()
     assert old.exists()
     moved = config.run_folder.rename(tmp_path / "moved")
     result(config.run_folder, 2, 0.5).with_suffix(".png").touch()

@@ -6,22 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from fastsuncet.kernels import launcher, switches
 from pipelines import cuda_compiler
-from pipelines.cuda_compiler import KernelError
 from tests.support.host_kernels import library
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_load_refuses_a_cpu():
-    with pytest.raises(KernelError, match="not on cpu"):
-        launcher.load("lars.cu", torch.device("cpu"))
-    assert not switches.usable("lars.cu", torch.zeros(1), lambda device: None)
 
 
 @pytest.mark.skipif(

@@ -59,4 +59,5 @@ def test_usable_leaves_tensors_without_memory_to_the_twin(gpu):
     with FakeTensorMode():
         fake = torch.empty(3, device="cuda")
     assert fake.is_cuda and not switches.usable("x.cu", fake, asked.append)
+    assert not switches.usable("x.cu", torch.zeros(1), asked.append)  # on a CPU
     assert asked == [] and switches.agrees("x.cu", fake.device, asked.append)

@@ -111,7 +111,7 @@ def _compute() -> None:
 @pytest.fixture
 def rows_of(capsys, monkeypatch):
     """Run a case with --quick; return its tables' rows as {name: {head: cell}}, in order, and what it printed."""
-    monkeypatch.setattr(harness, "settle", lambda: None)  # test_harness.py waits for workers
+    monkeypatch.setattr(harness, "settle", lambda: None)  # the test of CPU time waits for workers
 
     def rows(case, *more):
         assert run.main([case, *more, "--quick"]) == 0
