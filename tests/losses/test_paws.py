@@ -136,16 +136,13 @@ def test_paws_memory_grows_by_the_anchors_and_not_by_anchors_times_supports():
 
 
 # --------------------------------------------------------------------------------------------------------- ranks
-def on_a_rank(rank: int, world_size: int, authors: dict) -> dict:
+def on_a_rank(rank: int, world_size: int) -> dict:
     """Return the results of a rank; different shapes are refused by all."""
     inputs = batch_of(rank)
     found = {
         "plain": run(paws, *inputs, views=VIEWS),
         "prior": run(paws, *inputs, views=VIEWS, prior=prior_of(inputs[2]), **SETTINGS),
     }
-    if authors:
-        inputs, settings, _ = authors_rank(authors, 3, rank)
-        found["authors"] = run(paws, *inputs, **settings)
     fewer = [x[: SUPPORTS - rank] if len(x) == SUPPORTS else x for x in batch_of()]
     for wrong, shape in ((batch_of(images=IMAGES + rank), r"\(24, 8\)"), (fewer, r"\(11, 8\)")):
         with pytest.raises(ValueError, match=f"^paws: the shape of its input .* rank 1: {shape}"):
@@ -153,24 +150,20 @@ def on_a_rank(rank: int, world_size: int, authors: dict) -> dict:
     return found
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[int, list[dict]]:
-    try:
-        authors = load_vectors("paws")
-    except pytest.skip.Exception:
-        authors = {}
-    return {2: run_ranks(on_a_rank, 2, authors), 4: run_ranks(on_a_rank, 4, {})}
+@pytest.fixture(scope="module", params=[2, 4])
+def on_ranks(request) -> list[dict]:
+    return run_ranks(on_a_rank, request.param)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("case", ["plain", "prior"])
-def test_paws_on_ranks_is_that_of_one_process(results, world_size, case):
+def test_paws_on_ranks_is_that_of_one_process(on_ranks, case):
+    world_size = len(on_ranks)
     anchors, supports, labels, targets, of_targets = map(torch.cat, zip(*map(batch_of, range(world_size))))
     settings = SETTINGS | {"prior": prior_of(labels)} if case == "prior" else {}
     joined = (by_view(IMAGES, anchors, VIEWS), supports, labels, by_view(IMAGES, targets, 2), of_targets)
     expected = run(dense_losses.paws, *joined, views=VIEWS, **settings)
-    values = list(zip(*(each[case] for each in results[world_size])))
+    values = list(zip(*(each[case] for each in on_ranks)))
     found = [torch.stack(each).mean(0) for each in values[:2]]
     found.append(by_view(IMAGES, torch.cat(values[2]), VIEWS) / world_size)
     found.append(torch.cat(values[3]) / world_size)
@@ -179,8 +172,13 @@ def test_paws_on_ranks_is_that_of_one_process(results, world_size, case):
     assert len({each.item() for each in values[1]}) == 1
 
 
+def authors_on_a_rank(rank: int, world_size: int, arrays: dict) -> tuple:
+    inputs, settings, _ = authors_rank(arrays, 3, rank)
+    return run(paws, *inputs, **settings)
+
+
 @pytest.mark.slow
-def test_paws_on_two_ranks_has_its_authors_numbers(results):
+def test_paws_on_two_ranks_has_its_authors_numbers():
     arrays = load_vectors("paws")
-    for rank, found in enumerate(results[2]):
-        assert_near(found["authors"], authors_rank(arrays, 3, rank)[2], 1e-12)
+    for rank, found in enumerate(run_ranks(authors_on_a_rank, 2, arrays)):
+        assert_near(found, authors_rank(arrays, 3, rank)[2], 1e-12)

@@ -3,7 +3,6 @@
 import itertools
 import re
 
-import numpy as np
 import pytest
 import torch
 
@@ -77,7 +76,7 @@ def run_case(case: tuple, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return gradient(LABELED[name], rows, labels, TEMPERATURE, average=average, **options)
 
 
-def compute_everything(rank: int, world_size: int, authors: dict) -> dict:
+def compute_everything(rank: int, world_size: int) -> dict:
     """Compute every case on one set of ranks, whose start costs seconds; different shapes are refused by all."""
     found = {str(case): run_case(case, rank) for case in EQUAL_CASES + ZERO_CASES}
     balanced = labels_of("balanced", rank)
@@ -103,42 +102,13 @@ def compute_everything(rank: int, world_size: int, authors: dict) -> dict:
         found["odd rows"] = gradient(suncet, rows_of(rank), balanced, TEMPERATURE, group=odd_ranks)
         found["odd views"] = gradient(nt_xent, views_of(rank), TEMPERATURE, group=odd_ranks)
         found["odd scores"] = gradient(swav, scores_of(rank), 0.1, crops=CROPS, group=odd_ranks)
-
-    for name, (z, labels, temperature, keys) in authors.items():
-        loss, arguments = (nt_xent, ()) if labels is None else (suncet, (labels,))
-        found[name] = gradient(loss, z[rank], *arguments, temperature, keys=keys)
     return found
-
-
-def authors_cases() -> tuple[dict, dict]:
-    """Return inputs, and each rank's (loss, gradient), of the authors' two codes on two ranks; empty without them."""
-    inputs, numbers = {}, {}
-    for version in (0, 1):
-        if not (vectors.FOLDER / f"vectors_losses_v{version}_w2.npz").exists():
-            continue
-        arrays = vectors.load_vectors(f"vectors_losses_v{version}_w2")
-        losses = (("ntxent", "zu", ""), ("suncet", "zs", "_sm0.0"))
-        for precision, temperature, (loss, batch, suffix) in itertools.product(
-            ("f64", "f32"), ("0.1", "0.5"), losses
-        ):
-            case = f"v{version} {loss} {temperature} {precision}"
-            labels = torch.from_numpy(arrays["labels_local"]) if loss == "suncet" else None
-            # Their second code lets gradient through SuNCEt's keys and not through NT-Xent's.
-            keys = "attached" if version == 1 and loss == "suncet" else "detached"
-            z = torch.from_numpy(arrays[batch]).to(F64 if precision == "f64" else F32)
-            inputs[case] = (z, labels, float(temperature), keys)
-            stem = f"{loss}_tau{temperature}{suffix}_{precision}"
-            numbers[case] = [
-                (float(arrays[f"rank{r}_{stem}_loss"]), arrays[f"rank{r}_{stem}_grad"].astype(np.float64))
-                for r in range(2)
-            ]
-    return inputs, numbers
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[int, list[dict]]:
     """Each rank's results, on two and on four ranks."""
-    return {2: run_ranks(compute_everything, 2, authors_cases()[0]), 4: run_ranks(compute_everything, 4, {})}
+    return {world_size: run_ranks(compute_everything, world_size) for world_size in (2, 4)}
 
 
 worlds = pytest.mark.parametrize("world_size", [2, 4])
@@ -206,15 +176,29 @@ def test_ranks_of_a_group_contrast_only_its_rows(results):
     assert_shares([each["odd scores"] for each in odd], expected, 1e-11, views=CROPS)
 
 
+def authors_on_a_rank(rank: int, world_size: int, calls: dict) -> dict:
+    return {
+        name: gradient(loss, z[rank], *arguments, keys=keys)
+        for name, (loss, z, arguments, keys) in calls.items()
+    }
+
+
 @pytest.mark.parametrize("version", [0, 1])
-def test_ranks_have_the_authors_numbers(results, version):
+def test_ranks_have_the_authors_numbers(version):
     """Version 0 is their first code (5245e4a), whose SuNCEt accumulates in float32 for any input."""
-    vectors.load_vectors(f"vectors_losses_v{version}_w2")
-    numbers = {case: each for case, each in authors_cases()[1].items() if case.startswith(f"v{version}")}
-    assert len(numbers) == 8
-    for case, by_rank in numbers.items():
-        near = 1e-12 if case.endswith("f64") and not case.startswith("v0 suncet") else 3e-6
-        for found, (true_loss, true_grad) in zip(results[2], by_rank):
-            (loss, grad), expected = found[case], torch.from_numpy(true_grad)
-            assert loss.item() == pytest.approx(true_loss, rel=near), case
+    arrays, calls = vectors.load_vectors(f"vectors_losses_v{version}_w2"), {}
+    labels = torch.from_numpy(arrays["labels_local"])
+    losses = {"ntxent_tau{}_{}": (nt_xent, "zu", ()), "suncet_tau{}_sm0.0_{}": (suncet, "zs", (labels,))}
+    for stem, temperature, precision in itertools.product(losses, ("0.1", "0.5"), ("f64", "f32")):
+        loss, batch, arguments = losses[stem]
+        # Their second code lets gradient through SuNCEt's keys and not through NT-Xent's.
+        keys = "attached" if version == 1 and loss is suncet else "detached"
+        z = torch.from_numpy(arrays[batch]).to(F64 if precision == "f64" else F32)
+        calls[stem.format(temperature, precision)] = loss, z, (*arguments, float(temperature)), keys
+    for rank, found in enumerate(run_ranks(authors_on_a_rank, 2, calls)):
+        for case, (loss, grad) in found.items():
+            exact = case.endswith("f64") and (version == 1 or case.startswith("ntxent"))
+            near = 1e-12 if exact else 3e-6
+            assert loss.item() == pytest.approx(float(arrays[f"rank{rank}_{case}_loss"]), rel=near), case
+            expected = torch.from_numpy(arrays[f"rank{rank}_{case}_grad"]).double()
             assert (grad.double() - expected).norm() <= near * expected.norm(), case
