@@ -144,7 +144,7 @@ def test_lars_equals_its_twin_and_repeats_its_bits_in_a_graph():
 
 def test_lars_under_a_scaler_does_not_sync():
     network = build_model("resnet18", stem="cifar")
-    give_gradients(network, 0)
+    give_gradients(network)
     network.to(GPU)
     optimizer = LARS(network.parameters(), torch.full((), 0.1, device=GPU), implementation="kernel")
     optimizer.step()  # its tables are copied from the host

@@ -11,13 +11,10 @@ from tests.support import dense_losses
 from tests.support.dense_losses import gradient
 from tests.support.vectors import load_vectors
 
-F64 = torch.float64
-IMAGES, CROPS, PROTOTYPES = 6, 4, 5
 
-
-def draw_scores(crops=CROPS, images=IMAGES, prototypes=PROTOTYPES, seed=0, dtype=F64) -> torch.Tensor:
+def draw_scores(rows: int, prototypes: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (2 * torch.rand(crops * images, prototypes, dtype=F64, generator=generator) - 1).to(dtype)
+    return 2 * torch.rand(rows, prototypes, dtype=torch.float64, generator=generator) - 1
 
 
 @given(
@@ -30,7 +27,7 @@ def draw_scores(crops=CROPS, images=IMAGES, prototypes=PROTOTYPES, seed=0, dtype
     iterations=st.integers(1, 5),
 )
 def test_swav_is_the_dense_equation(crops, images, prototypes, seed, temperature, epsilon, iterations):
-    scores = draw_scores(crops, images, prototypes, seed)
+    scores = draw_scores(crops * images, prototypes, seed)
     options = {"crops": crops, "epsilon": epsilon, "iterations": iterations}
     loss, grad = gradient(swav, scores, temperature, **options)
     true_loss, true_grad = gradient(dense_losses.swav, scores, temperature, **options)
@@ -56,7 +53,7 @@ def test_swav_has_its_authors_numbers():
 @pytest.mark.parametrize("size", [1, 50, 60_000])
 def test_sinkhorn_takes_scores_of_any_size(dtype, size):
     """exp(50 / 0.05) is e^1000, beyond float64."""
-    scores = (draw_scores(crops=1, images=20) * size).to(dtype)
+    scores = (draw_scores(20, 5, 0) * size).to(dtype)
     codes = sinkhorn(scores)
     assert codes.dtype == torch.float32 and codes.isfinite().all()
     torch.testing.assert_close(codes.sum(dim=1), torch.ones(20))

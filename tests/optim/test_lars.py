@@ -242,7 +242,7 @@ def test_lars_takes_few_calls_for_any_depth_and_no_sync(exclude, lr, nesterov, s
     operators = []
     for network in (tiny_network(), build_model("resnet_tiny", stem="cifar")):
         optimizer = LARS(parameter_groups(network, exclude_bias_and_norm=exclude), lr, nesterov=nesterov)
-        give_gradients(network, 0)
+        give_gradients(network)
         optimizer.grad_scale, optimizer.found_inf = scaler
         with Counter() as counter:
             optimizer.step()

@@ -28,7 +28,7 @@ def test_lars_kernel_is_two_launches_and_one_for_a_plain_group(host):
     for exclude, launches in ((True, 1), (False, 2)):
         groups = parameter_groups(network, exclude_bias_and_norm=exclude)
         optimizer = LARS(groups, 0.1, implementation="kernel")
-        give_gradients(network, 0)
+        give_gradients(network)
         host.clear()
         optimizer.step()
         # Without exclusion there are 8 tensors, and 6 fit a launch.
