@@ -108,7 +108,7 @@ class _Fused(torch.autograd.Function):
         ctx.relu, ctx.shared, ctx.with_residual = relu, shared, residual is not None
         if shared:
             own = [_sums(grid.module, grid.moments(each)) for each in inputs]
-            found = sum_over_ranks_(torch.cat(own) if len(own) > 1 else own[0]).chunk(len(own))
+            found = sum_together(own)
         else:
             found = [grid.moments(x)]
         layers = []
@@ -189,6 +189,11 @@ def _sums(module: launcher.Module, moments: Tensor) -> Tensor:
     given = (moments, None, sums, None, None, None, len(moments), channels, 0.0, 0.0)
     module.launch("norm_join", (_joining_blocks(channels), 1), THREADS, *given)
     return sums
+
+
+def sum_together(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Return the sums over ranks of tensors of one length, which one message carries."""
+    return sum_over_ranks_(torch.cat(tensors) if len(tensors) > 1 else tensors[0]).chunk(len(tensors))
 
 
 def _joining_blocks(columns: int) -> int:
