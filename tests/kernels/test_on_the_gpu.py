@@ -1,6 +1,5 @@
 """The kernels on a GPU, each against its twin: `pytest -m gpu tests/kernels/test_on_the_gpu.py`."""
 
-import contextlib
 import copy
 import gc
 
@@ -22,6 +21,7 @@ from tests.support.dense_losses import gradient
 from tests.support.networks import give_gradients
 from tests.support.runs import CONFIGS
 from tools.bench import lars, run
+from tools.bench.harness import waiting_raises
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
@@ -37,16 +37,6 @@ def _float32_is_float32():
     yield
     for each, value in zip(switches, before):
         each.allow_tf32 = value
-
-
-@contextlib.contextmanager
-def waiting_raises():
-    """Raise where the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("config", ["in1k_10pct", "cifar10_suncet"])

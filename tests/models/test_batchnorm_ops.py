@@ -11,6 +11,7 @@ from fastsuncet.models import norm_kernel, sync_batchnorm
 from fastsuncet.models.sync_batchnorm import moments, takes_cuda_operators
 from tests.support.host_kernels import on_the_host
 from tools.bench.dispatch_counter import Counter
+from tools.bench.harness import waiting_raises
 
 GPU = torch.device("cuda", 0)
 
@@ -141,11 +142,8 @@ def test_cuda_passes_are_for_a_gpu_and_float32_weights():
 def test_cuda_passes_on_a_gpu_equal_the_plain_ones_without_a_sync(shape, layout, dtype, monkeypatch):
     layer, x, dy = example(shape, layout, dtype, GPU)
     assert takes_cuda_operators(x, layer.weight, layer.bias)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_raises():
         found = passed(layer, x, dy)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     monkeypatch.setattr(sync_batchnorm, "takes_cuda_operators", lambda *_: False)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     for ours, plain in zip(found, passed(layer, x, dy), strict=True):

@@ -6,6 +6,7 @@ both sides met the same load. A figure is the median over the rounds, with the l
 On a GPU a time is the one between two CUDA events. On a CPU it is the CPU time of this process and of its workers.
 """
 
+import contextlib
 import multiprocessing
 import os
 import platform
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -133,6 +134,16 @@ def capture_graph(name: str, call: Call) -> Call:
         print(f"{name} is launched, not a CUDA graph: {first_message(error)}\n", flush=True)
         return call
     return graph.replay
+
+
+@contextlib.contextmanager
+def waiting_raises() -> Iterator[None]:
+    """Let CUDA raise RuntimeError where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---------------------------------------------------------------------------------------------------------- figures

@@ -115,13 +115,11 @@ def wait_in(step: Call, device: str) -> list[str]:
     """Return CUDA's message about the first place where the host waits in a step; [] for none, and on a CPU."""
     if device != "cuda":
         return []
-    torch.cuda.set_sync_debug_mode("error")
     try:
-        step()
+        with harness.waiting_raises():
+            step()
     except RuntimeError as error:
         return [f"a step waits for the device: {first_message(error)}"]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     return []
 
 
