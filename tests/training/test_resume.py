@@ -17,7 +17,6 @@ from fastsuncet.metrics.writer import MetricsWriter
 from fastsuncet.training import trainer
 from fastsuncet.versions import versions
 from tests.support.checkpoints import steps
-from tests.support.pictures import write_pictures
 from tests.support.power_cut import watch
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
@@ -27,7 +26,6 @@ from tests.support.runs import (
     final_state,
     kill,
     metrics,
-    small_config,
     terminate,
     tiny_config,
     train,
@@ -73,18 +71,6 @@ def test_run_of_torchs_optimizer_continues_to_the_same_bits(tmp_path):
     assert_continues(straight, stopped, 0, 4)
     with pytest.raises(CheckpointError, match=r"optimization.optimizer: .* in the checkpoint, lars now"):
         train(tiny_config(tmp_path / "straight", *options[1:]))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_run_on_a_gpu_continues_to_the_same_bits(tmp_path, precision):
-    """From JPEGs, which DALI decodes there."""
-    write_pictures(tmp_path / "data" / "train", count=40, classes=10)
-    options = ["data.kind=image_folder", f"data.root={tmp_path / 'data'}", "data.validation=null"]
-    options += ["data.split.kind=all", "data.split.fraction=null", "criterion.unsupervised_batch_size=16"]
-    options += ["criterion.supervised_imgs_per_class=2", "meta.device=cuda", f"meta.precision={precision}"]
-    straight, stopped = (small_config(tmp_path / name, *options) for name in PARTS)
-    assert_continues(straight, stopped, 4)
 
 
 def test_power_cut_leaves_every_line_up_to_the_newest_checkpoint(tmp_path):

@@ -234,6 +234,17 @@ def test_truncated_image_ends_the_run_or_is_replaced_and_counted(tmp_path):
     assert metrics(config.run_folder, "train")[-1]["replaced_images"] == 1
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_run_on_a_gpu_continues_to_the_same_bits(tmp_path, precision):
+    """From JPEGs that DALI decodes there."""
+    write_pictures(tmp_path / "data" / "train", count=16, classes=2)
+    words = ("meta.device=cuda", f"meta.precision={precision}")
+    names = ("logging.write_tag=straight", "logging.write_tag=stopped")
+    straight, stopped = (folder_config(tmp_path, *words, name) for name in names)
+    assert_continues(straight, stopped, 1)
+
+
 def test_other_labels_are_refused_on_resume(tmp_path):
     write_pictures(tmp_path / "data" / "train", count=16, classes=2)
     train(folder_config(tmp_path))
