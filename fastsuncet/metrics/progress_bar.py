@@ -29,7 +29,7 @@ class ProgressBar:
 
     `record` is what MetricsWriter.write returned: "step" and any of `losses` and FIELDS. The bar is drawn on standard
     error if that is a terminal and no batch system started the run. Otherwise each record is a line of key=value pairs
-    on standard output, and every line begins with the date and the time. `stream` replaces both.
+    on standard output, and every line begins with the date and the time.
     """
 
     def __init__(
@@ -37,22 +37,17 @@ class ProgressBar:
         total: int,  # updates in the whole run
         start: int = 0,  # updates done before this process
         losses: Sequence[str] = (),
-        *,
-        stream: TextIO | None = None,
     ):
         self.total = total
         self._fields = {loss: (".4f", f"{loss} {{:.2f}}") for loss in losses} | FIELDS
         self._last = start, time.monotonic()  # step and time of the last record
         # Seconds per update, smoothed over the intervals between records.
         self._pace, self._intervals = 0.0, 0
-        self._bar: tqdm | None = None
-        self._stream = stream or sys.stderr
         batch = os.environ.get("TERM") == "dumb" or any(name in os.environ for name in BATCH)
         # A terminal without a size (docker run -t can give one) gets lines: tqdm would draw nothing.
-        if _width(self._stream) and not batch:
-            self._bar = tqdm(total=total, initial=start, file=self._stream, **BAR)
-        elif stream is None:
-            self._stream = sys.stdout
+        terminal = _width(sys.stderr) and not batch
+        self._stream = sys.stderr if terminal else sys.stdout
+        self._bar = tqdm(total=total, initial=start, file=sys.stderr, **BAR) if terminal else None
 
     def at(self, step: int) -> None:
         """Note the updates done."""

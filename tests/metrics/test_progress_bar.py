@@ -8,6 +8,7 @@ import re
 import struct
 import termios
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 
 import pytest
@@ -32,20 +33,20 @@ def no_batch_system(monkeypatch):
 
 
 def lines(*records: dict) -> list[str]:
-    stream = io.StringIO()
-    shown = ProgressBar(600, losses=LOSSES, stream=stream)
-    for record in records:
-        shown.update(record)
-    shown.close()
+    with redirect_stdout(io.StringIO()) as stream, redirect_stderr(stream):
+        shown = ProgressBar(600, losses=LOSSES)
+        for record in records:
+            shown.update(record)
+        shown.close()
     return stream.getvalue().splitlines()
 
 
 def terminal(width: int, show, rows: int = 24) -> str:
-    """Return what `show(stream)` writes to a terminal `width` characters wide."""
+    """Return what `show()` writes to a terminal `width` characters wide."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, width, 0, 0))
-    with os.fdopen(slave, "w") as stream:
-        show(stream)
+    with os.fdopen(slave, "w") as stream, redirect_stdout(stream), redirect_stderr(stream):
+        show()
         stream.flush()
         time.sleep(0.01)
         written = os.read(master, 1 << 16)
@@ -72,8 +73,8 @@ def test_progress_time_left_follows_the_pace_and_forgets_the_start_up(monkeypatc
 
 @pytest.mark.parametrize(("width", "fit"), [(160, 6), (100, 4), (40, 0)])
 def test_progress_at_a_terminal_is_one_bar_that_fits_and_is_drawn_over(width, fit):
-    def show(stream):
-        shown = ProgressBar(600, 100, LOSSES, stream=stream)
+    def show():
+        shown = ProgressBar(600, 100, LOSSES)
         shown.update(RECORD)
         shown.say("step 120: KNN 56.1 %")
         shown.update(RECORD | {"step": 240, "suncet": float("nan")})
@@ -92,8 +93,8 @@ def test_progress_at_a_terminal_is_one_bar_that_fits_and_is_drawn_over(width, fi
 
 
 def test_progress_bar_moves_between_the_lines():
-    def show(stream):
-        shown = ProgressBar(600, 100, LOSSES, stream=stream)
+    def show():
+        shown = ProgressBar(600, 100, LOSSES)
         time.sleep(0.6)  # it is drawn twice a second at most
         shown.at(103)
 
@@ -113,7 +114,7 @@ def test_progress_bar_moves_between_the_lines():
 )
 def test_progress_in_a_batch_job_or_without_a_size_is_lines(monkeypatch, width, rows, name, value):
     monkeypatch.setenv(name, value)
-    written = terminal(width, lambda stream: ProgressBar(600, 0, LOSSES, stream=stream).update(RECORD), rows)
+    written = terminal(width, lambda: ProgressBar(600, 0, LOSSES).update(RECORD), rows)
     assert " step=120/600 nt_xent=5.4322" in written
 
 
