@@ -18,13 +18,13 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fastsuncet.checkpoint.run_folder import disk_errors
 from fastsuncet.config import Config
-from fastsuncet.metrics.trackers import Tracker, Trackers
+from fastsuncet.metrics.trackers import Trackers
 from pipelines import atomic_files
 from pipelines.output import Say, counted, csv_table, say_line
 
@@ -43,16 +43,16 @@ class MetricsWriter(contextlib.ExitStack):
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: Path,
         columns: Sequence[str],
+        config: Config,
         *,
         resume_step: int | None = None,
         evaluated: bool = True,
-        config: Config | None = None,
         say: Say = say_line,
     ):
         super().__init__()
-        self.folder = Path(folder)
+        self.folder = folder
         self.columns = tuple(columns)
         with disk_errors(self.folder):
             atomic_files.make_folder(self.folder)
@@ -60,11 +60,9 @@ class MetricsWriter(contextlib.ExitStack):
             undone = 0 if (self.folder / JSONL).exists() else None
             purge_step = undone if resume_step is None else resume_step + 1
             # Before the files change: a missing package must not leave a run half set back.
-            self._tell: Callable[[Callable[[Tracker], object]], None] = lambda call: None
-            if config is not None:
-                self._tell = self.enter_context(Trackers(config, self.folder, purge_step, say)).tell
-                self._tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
-                self._tell(lambda tracker: tracker.settings(config))
+            self.trackers = self.enter_context(Trackers(config, self.folder, purge_step, say))
+            self.trackers.tell(lambda tracker: say(f"metrics: also to {tracker.where}"))
+            self.trackers.tell(lambda tracker: tracker.settings(config))
             self._move_later_lines(resume_step, evaluated, say)
             self._jsonl, self._csv = (
                 os.open(self.folder / name, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC) for name in (JSONL, CSV)
@@ -91,7 +89,7 @@ class MetricsWriter(contextlib.ExitStack):
                 _append(self._csv, csv_table([self._row(record)]))
         scalars = {f"{kind}/{k}": v for k, v in record.items() if k != "step" and isinstance(v, (int, float))}
         if scalars:
-            self._tell(lambda tracker: tracker.write(record["step"], scalars))
+            self.trackers.tell(lambda tracker: tracker.write(record["step"], scalars))
         return record
 
     def sync(self) -> None:

@@ -51,8 +51,8 @@ class RunLogger(ExitStack):
         self.writer = self.progress = None
         if place.first:
             self.progress = ProgressBar(task.steps, step, task.terms)
-            more = {"resume_step": step or None, "evaluated": evaluated, "config": task.config}
-            self.writer = MetricsWriter(folder, task.columns, say=self.progress.say, **more)
+            more = {"resume_step": step or None, "evaluated": evaluated, "say": self.progress.say}
+            self.writer = MetricsWriter(folder, task.columns, task.config, **more)
             self.enter_context(self.writer)
             self.callback(self.progress.close)  # before the writer, whose trackers can print when they close
 

@@ -43,8 +43,8 @@ def config_of(tmp_path, name: str, *overrides: str):
 def run(config, first: int, last: int) -> list[str]:
     """Write the steps after `first` up to `last` as a run or a continued one; return what was printed."""
     said = []
-    options = {"config": config, "say": said.append, "resume_step": first or None}
-    with MetricsWriter(config.run_folder, COLUMNS, **options) as writer:
+    options = {"say": said.append, "resume_step": first or None}
+    with MetricsWriter(config.run_folder, COLUMNS, config, **options) as writer:
         writer.write({"step": first, "paths": []}, kind="chosen")  # without a number
         for step in range(first + 1, last + 1):
             writer.write({"step": step, "loss": 1 / step, "lr": 0.5})
@@ -144,9 +144,9 @@ def test_tracker_is_told_how_a_run_ended_and_an_evaluation_beside_it_ends_nothin
     run(config, 0, 1)  # it has a status
     with (
         contextlib.suppress(Preempted, OSError),
-        MetricsWriter(config.run_folder, COLUMNS, config=both, resume_step=1) as writer,
+        MetricsWriter(config.run_folder, COLUMNS, both, resume_step=1) as writer,
     ):
-        writer._tell(lambda _: started.wait(60))  # in the threads of both
+        writer.trackers.tell(lambda _: started.wait(60))  # in the threads of both
         started.wait(60)
         send_results(config, [])
         assert [run.info.status for run in mlflow.runs.values()] == ["RUNNING"]
@@ -187,7 +187,7 @@ from pathlib import Path
 from fastsuncet.metrics.writer import MetricsWriter
 from tests.support.runs import small_config
 config = small_config(Path({str(tmp_path)!r}), "logging.wandb=project")
-with MetricsWriter(config.run_folder, ("loss",), config=config) as writer:
+with MetricsWriter(config.run_folder, ("loss",), config) as writer:
     writer.write({{"step": 1, "loss": 1.0}})
     time.sleep(3)
     children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]

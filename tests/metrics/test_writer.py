@@ -14,10 +14,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fastsuncet.config import load_config
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.writer import MetricsWriter, read
 
 COLUMNS = ("nt_xent", "suncet", "lr")
+CONFIG = load_config("digits_demo")  # without a tracker
 
 
 def record(step: int) -> dict:
@@ -27,7 +29,7 @@ def record(step: int) -> dict:
 def run(folder: Path, first: int, last: int, **options) -> list[str]:
     """Write the steps after `first` up to `last`, and KNN at every third; return what the writer printed."""
     said = []
-    with MetricsWriter(folder, COLUMNS, say=said.append, **options) as writer:
+    with MetricsWriter(folder, COLUMNS, CONFIG, say=said.append, **options) as writer:
         for step in range(first + 1, last + 1):
             writer.write(record(step))
             if step % 3 == 0:
@@ -45,7 +47,7 @@ def superseded(folder: Path) -> list[dict]:
 
 
 def test_writer_writes_a_record_as_a_line_and_a_row(tmp_path):
-    with MetricsWriter(tmp_path, COLUMNS) as writer:
+    with MetricsWriter(tmp_path, COLUMNS, CONFIG) as writer:
         for step in (1, 2):  # another program can read each at once
             writer.write(record(step))
             assert [len(content.splitlines()) for content in files_of(tmp_path)] == [step, 1 + step]
@@ -61,7 +63,7 @@ def test_writer_writes_a_record_as_a_line_and_a_row(tmp_path):
 @example(values=[math.nan, math.inf, -math.inf])
 def test_writer_keeps_the_bits_of_every_float_in_both_files(values, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    with MetricsWriter(folder, ("x",)) as writer:
+    with MetricsWriter(folder, ("x",), CONFIG) as writer:
         for step, value in enumerate(values):
             writer.write({"step": step, "x": value})
             writer.write({"step": step, "y": value}, kind="knn")
@@ -80,7 +82,7 @@ def test_writer_keeps_the_bits_of_every_float_in_both_files(values, tmp_path_fac
 
 def test_writer_returns_plain_numbers_and_refuses_a_key_that_is_not_a_column(tmp_path):
     values = {"nt_xent": torch.tensor(0.1), "suncet": np.float32(0.1), "lr": np.float64(0.1)}
-    with MetricsWriter(tmp_path, COLUMNS) as writer:
+    with MetricsWriter(tmp_path, COLUMNS, CONFIG) as writer:
         with pytest.raises(KeyError, match="nt_cent: not among the columns"):
             writer.write({"step": 1, "nt_cent": 1.0})
         assert files_of(tmp_path) == (b"", b"step,nt_xent,suncet,lr\n")
@@ -158,7 +160,7 @@ def test_restart_that_is_killed_loses_no_line(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            MetricsWriter(tmp_path, COLUMNS, resume_step=2, say=lambda line: None)
+            MetricsWriter(tmp_path, COLUMNS, CONFIG, resume_step=2, say=lambda line: None)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
     run(tmp_path, 2, 2, resume_step=2)
     assert {line["step"] for line in superseded(tmp_path)} == {3, 4}
@@ -166,7 +168,7 @@ def test_restart_that_is_killed_loses_no_line(tmp_path, monkeypatch):
 
 def test_restart_rebuilds_the_table_with_the_current_columns(tmp_path):
     run(tmp_path, 0, 2)
-    with MetricsWriter(tmp_path, ("lr", "wait"), resume_step=2) as writer:
+    with MetricsWriter(tmp_path, ("lr", "wait"), CONFIG, resume_step=2) as writer:
         writer.write({"step": 3, "wait": 0.5})
     assert files_of(tmp_path)[1] == b"step,lr,wait\n1,0.1,\n2,0.2,\n3,,0.5\n"
 
@@ -184,7 +186,7 @@ def test_restart_holds_one_line_of_a_long_file_at_a_time(tmp_path):
 
 def test_writer_on_a_full_disk_raises_checkpoint_error_with_the_reason(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    writer = MetricsWriter(tmp_path, COLUMNS)
+    writer = MetricsWriter(tmp_path, COLUMNS, CONFIG)
     writer.write(record(0))
     writer.write(record(1))
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 20, limits[1]))
