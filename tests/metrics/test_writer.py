@@ -121,37 +121,23 @@ def test_restart_keeps_and_reports_every_line_that_it_undid(tmp_path):
     ]
 
 
-@pytest.mark.slow
-def test_restart_of_a_file_cut_at_any_byte_keeps_the_whole_lines(tmp_path):
-    """kill -9 or a full disk in the middle of a line, at every third byte of it."""
-    run(tmp_path / "whole", 0, 4)
-    content, table = files_of(tmp_path / "whole")
-    last = len(content.splitlines(keepends=True)[-1])
-    for length in range(len(content) - last - 2, len(content), 3):
-        folder = tmp_path / str(length)
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_bytes(content[:length])
-        (folder / "metrics.csv").write_bytes(table[: length % len(table)])
-        said = run(folder, 3, 3, resume_step=3)
-        whole = [line for line in content[:length].splitlines(keepends=True) if line.endswith(b"\n")]
-        kept = b"".join(line for line in whole if json.loads(line)["step"] <= 3)
-        lines, rows = files_of(folder)
-        assert lines == kept and len(rows.splitlines()) == 4
-        torn = content[len(b"".join(whole)) : length].decode()
-        assert [line["torn"] for line in superseded(folder) if "torn" in line] == ([torn] if torn else [])
-        assert bool(said) == (length > len(kept)) and (not torn or "1 damaged line moved" in said[0])
-
-
-def test_restart_moves_lines_that_are_not_records_aside(tmp_path):
+@pytest.mark.parametrize("cut", [1, 20, -1])
+def test_restart_moves_lines_that_are_not_records_aside(tmp_path, cut):
+    """Also a last line that kill -9 or a full disk cut, where only its end is missing too."""
     garbage = [b"\0" * 30, b"[1]", b"null", b'{"step": "3", "kind": "x"}', b'{"step": 1}', b"\xff\xfe", b""]
     garbage += [b"[" * 100_000]
-    run(tmp_path, 0, 2)
-    one, two = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (tmp_path / "metrics.jsonl").write_bytes(one + b"\n".join(garbage) + b"\n" + two)
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
-    run(tmp_path, 2, 2, resume_step=2)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == one + two
-    assert len(superseded(tmp_path)) == len(garbage)
+    run(tmp_path, 0, 3)
+    one, *others, last = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    damaged = one + b"\n".join([*garbage, b"".join(others) + last[:cut]])
+    (tmp_path / "metrics.jsonl").write_bytes(damaged)
+    (tmp_path / "metrics.csv").write_bytes(files_of(tmp_path)[1][:30])
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl", "train")] == [1, 2, 3]
+    (said,) = run(tmp_path, 3, 3, resume_step=3)
+    lines, rows = files_of(tmp_path)
+    assert lines == one + b"".join(others) and len(rows.splitlines()) == 4
+    torn = [*(each + b"\n" for each in garbage), last[:cut]]
+    moved = [{"torn": line.decode("utf-8", "backslashreplace")} for line in torn]
+    assert superseded(tmp_path) == moved and "; 9 damaged lines moved" in said
 
 
 def test_restart_that_is_killed_loses_no_line(tmp_path, monkeypatch):
