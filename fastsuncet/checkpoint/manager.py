@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from fastsuncet.checkpoint import format
+from fastsuncet.checkpoint.run_folder import disk_errors, require_writable
 from fastsuncet.errors import CheckpointError
 from pipelines import atomic_files
 from pipelines.output import Say, say_line
@@ -79,16 +80,10 @@ def save(
 
 def require_room(folder: Path, size: int) -> None:
     """Make `folder`, and raise CheckpointError unless a checkpoint of `size` bytes can be saved there."""
-    try:
+    with disk_errors(folder):
         atomic_files.make_folder(folder)
-        with atomic_files.exclusive(folder / ".lock"):
-            _require_space(folder, "of this run", size)
-            probe = folder / ".tmp-probe"
-            atomic_files.write_synced(probe, b"can this folder be written to?")
-            atomic_files.remove(probe)
-    except OSError as error:
-        advice = atomic_files.advice(error)
-        raise CheckpointError(f"no checkpoint could be saved in {folder}: {error}. {advice}") from error
+        _require_space(folder, "of this run", size)
+    require_writable(folder / LATEST)
 
 
 def _require_space(folder: Path, name: str, size: int) -> None:

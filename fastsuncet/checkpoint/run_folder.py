@@ -95,8 +95,8 @@ def require_writable(path: Path, setting: str = "logging.folder") -> None:
     """Raise CheckpointError where `path`, which `setting` names, cannot be written: before the work, not after it."""
     with disk_errors(path, setting):
         folder = next(folder for folder in path.absolute().parents if atomic_files.exists(folder))
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"can this folder be written to?")
 
 
 @contextlib.contextmanager

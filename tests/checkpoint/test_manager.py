@@ -156,9 +156,9 @@ def test_save_refuses_a_second_writer_in_the_folder(tmp_path):
 
 def test_require_room_refuses_a_small_disk_and_a_folder_that_is_a_file(tmp_path, monkeypatch):
     manager.require_room(tmp_path / "checkpoints", 1000)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [".lock"]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="no checkpoint could be saved in"):
+    with pytest.raises(CheckpointError, match=r"file cannot be written: .*in its place"):
         manager.require_room(tmp_path / "file", 1000)
     monkeypatch.setattr(manager.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1500))
     with pytest.raises(CheckpointError, match=r"of this run is 0.0 MB and needs twice that"):
