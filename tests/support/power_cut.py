@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs import Killed
-
 CALLS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 
 
@@ -89,15 +87,16 @@ def children(folder: Path) -> Children:
 
 @contextlib.contextmanager
 def watch(folder: Path, after_call: Callable[[Watched], None]) -> Iterator[Watched]:
-    """Record every call; `after_call(watched)` runs after each that changed something under `folder`."""
+    """Record every call; `after_call(watched)` runs after each that changed something under `folder`.
+
+    A write is made in two halves, each a call: it can be cut in its middle.
+    """
     watched = Watched(folder)
     looking = False  # while `after_call` works, its calls are not the program's
 
-    def hook(name: str, call: Callable, args: tuple, keys: dict) -> Any:
+    def made(name: str, call: Callable, args: tuple, keys: dict) -> Any:
         nonlocal looking
         result = call(*args, **keys)
-        if looking:
-            return result
         looking = True
         watched.note(name, args)
         if name != "open" or args[1] & os.O_CREAT:
@@ -105,6 +104,15 @@ def watch(folder: Path, after_call: Callable[[Watched], None]) -> Iterator[Watch
             after_call(watched)
         looking = False
         return result
+
+    def hook(name: str, call: Callable, args: tuple, keys: dict) -> Any:
+        if looking:
+            return call(*args, **keys)
+        if name != "write":
+            return made(name, call, args, keys)
+        file, content = args
+        half = made(name, call, (file, content[: len(content) // 2]), keys)
+        return half + made(name, call, (file, content[half:]), keys)
 
     try:
         with intercept(hook):
@@ -114,62 +122,28 @@ def watch(folder: Path, after_call: Callable[[Watched], None]) -> Iterator[Watch
             os.close(held)
 
 
-def die_at(write: Callable[[], object], fatal: int, half: bool = False) -> list[str]:
-    """Call `write`, but die just before the system call number `fatal`, or half through a write; return those before.
-
-    What is on the disk is what kill -9 would leave: from that call on, every call fails without any effect.
-    """
-    calls = []
-
-    def hook(name: str, call: Callable, args: tuple, keys: dict) -> Any:
-        if len(calls) == fatal and half:
-            call(args[0], args[1][: len(args[1]) // 2])
-        calls.append(name)
-        if len(calls) > fatal:
-            raise Killed
-        return call(*args, **keys)
-
-    with intercept(hook), contextlib.suppress(Killed):
-        write()
-    return calls[:fatal]
-
-
 def crash_at_every_syscall(
     write: Callable[[Path], object], before: Path, look: Callable[[Path], None], *, power_cuts: bool = True
 ) -> list[str]:
     """Crash `write(folder)`, which changes a folder that is as `before`, and `look(folder)` at what is left each time.
 
-    It is killed before each system call and half through each write, and its power is cut after each call. What several
-    of these crashes leave alike is looked at once. Return the calls of a whole write, the last one of which leaves the
-    new content on any disk.
+    It is killed after each system call and half through each write, and its power is cut there. What several of these
+    crashes leave alike is looked at once. Return the calls, the last one of which leaves the new content on any disk.
     """
-    scratch, seen = before.with_name(f"{before.name}-crashed"), set()
+    scratch, left = before.with_name(f"{before.name}-crashed"), {}
 
-    def look_once(folder: Path) -> None:
-        paths = sorted(folder.rglob("*"))
-        left = tuple((path.relative_to(folder), path.is_file() and path.read_bytes()) for path in paths)
-        if left not in seen:
-            seen.add(left)
-            look(folder)
-        shutil.rmtree(folder)
-
-    shutil.copytree(before, scratch / "whole")
-    calls = die_at(lambda: write(scratch / "whole"), 100_000)
-    for fatal, name in enumerate(calls):
-        for half in (False, True) if name == "write" else (False,):
-            folder = scratch / f"{fatal}-{half}"
-            shutil.copytree(before, folder)
-            assert die_at(lambda folder=folder: write(folder), fatal, half) == calls[:fatal]
-            look_once(folder)
-
-    if not power_cuts:
-        return calls
-
-    def look_at_disks(watched: Watched) -> None:
-        for disk in watched.disks(scratch):
-            look_once(disk)
+    def keep(watched: Watched) -> None:
+        killed = scratch / f"{len(watched.calls)}_killed"
+        shutil.copytree(watched.folder, killed)
+        for folder in (killed, *(watched.disks(scratch) if power_cuts else ())):
+            files = [(path, path.is_file() and path.read_bytes()) for path in sorted(folder.rglob("*"))]
+            content = tuple((path.relative_to(folder), held) for path, held in files)
+            if left.setdefault(content, folder) != folder:
+                shutil.rmtree(folder)
 
     shutil.copytree(before, scratch / "watched")
-    with watch(scratch / "watched", look_at_disks):
+    with watch(scratch / "watched", keep) as watched:
         write(scratch / "watched")
-    return calls
+    for folder in left.values():
+        look(folder)
+    return watched.calls
