@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import yaml
 
 from fastsuncet.config.problems import COMMAND_LINE, ConfigErrors, Origin, Problem, shorten, words
-from fastsuncet.config.schema import CONFIG, INPUTS, Schema, is_table
+from fastsuncet.config.schema import CONFIG, INPUTS, Schema, flat, is_table, nested
 from fastsuncet.config.shipped import SHIPPED, find_config, shipped
 
 MAX_BYTES = 1_000_000  # of a file: tar shards or weights that were given by mistake are not read whole
@@ -95,17 +95,12 @@ class Document:
 
     def with_whole_paths(self, folder: str) -> "Document":
         """Make the relative paths of INPUTS whole, as seen from `folder` ("": the working directory); return itself."""
-        for key in INPUTS:
-            *above, name = key.split(".")
-            section: Any = self.values
-            for each in above:
-                section = section.get(each) if isinstance(section, dict) else None
-            path: Any = section.get(name) if isinstance(section, dict) else None
+        for key, path in flat(self.values).items():
             # data.validation is a folder below data.root, unless it is a table.
-            written = isinstance(path, str) and path and (key != "data.validation" or is_table(path))
-            written = written and (key, path) != ("model.init", "timm")
-            if written and not path.startswith("~"):
-                section[name] = os.path.abspath(os.path.join(folder, path))
+            kept = (key == "data.validation" and not is_table(path)) or (key, path) == ("model.init", "timm")
+            if key in INPUTS and isinstance(path, str) and path and path[0] != "~" and not kept:
+                whole = os.path.abspath(os.path.join(folder, path))
+                self.values = _merged(self.values, nested({key: whole}))
         return self
 
     def locate(self, problem: Problem) -> Problem:
@@ -221,8 +216,7 @@ def parse_override(argument: str, written: Origin | None = None) -> Document:
         text = "an override is written section.key=value, without spaces around the ="
         raise ConfigErrors([Problem(key, text, origin)])
     document = parse(text or "null", COMMAND_LINE, key=key)
-    for part in reversed(key.split(".")):
-        document.values = {part: document.values}
+    document.values = nested({key: document.values})
     # `...batch_size.per_rank=44` replaces all of the value. Sections above the key keep their lines: the override is
     # not to blame for what is missing there.
     whole = next((value for value in CONFIG.values if key.startswith(f"{value}.")), key)
