@@ -128,7 +128,7 @@ def _remove_old(folder: Path, step: int, keep: int, say: Say) -> None:
             say(f"checkpoint: {path} is old and could not be removed: {error}")
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def _verify_once(path: Path, step: int, *changes: tuple[int, int]) -> None:
     """Verify a checkpoint, and not again at the next save unless a file has other `changes`: `keep` can be large."""
     format.verify(path, step)
