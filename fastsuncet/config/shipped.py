@@ -25,12 +25,9 @@ def find_config(name: str, folder: str = "") -> str:
 
 def listing() -> list[str]:
     """Return a line for each shipped config: its name, and the first comment of its file."""
-    files = shipped()
-    width = max(map(len, files))
-    first = {
-        name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in files.items()
-    }
-    return [f"{name:<{width}}  {line}" for name, line in first.items()]
+    first = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in shipped().items()}
+    width = max(map(len, first))
+    return [f"{name:<{width}}  {line.lstrip('# ')}" for name, line in first.items()]
 
 
 def config_text(name: str) -> str:
