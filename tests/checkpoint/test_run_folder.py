@@ -81,10 +81,12 @@ def test_run_folder_of_a_refused_run_is_removed(tmp_path):
     assert {path.name for path in (tmp_path / "run").iterdir()} == {".running", "config.yaml"}
 
 
-def test_refuse_existing_takes_no_failing_file_server_for_an_empty_place(tmp_path, monkeypatch):
+def test_refuse_existing_takes_no_place_that_cannot_be_read_for_an_empty_one(tmp_path, monkeypatch):
     def stale(*_, **__):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
+    with pytest.raises(CheckpointError, match=r"File name too long.*set --output to another one"):
+        run_folder.refuse_existing(tmp_path / (300 * "x"), force=False)
     monkeypatch.setattr(os, "lstat", stale)
     with pytest.raises(CheckpointError, match=r"cannot be written: .*Stale file handle"):
         run_folder.refuse_existing(tmp_path / "mine.npz", force=False)
