@@ -226,11 +226,12 @@ def parse_override(argument: str, written: Origin | None = None) -> Document:
     return document
 
 
-def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | None = None) -> Document:
-    """Parse the file at `path`, called `shown` in messages. `origin` is the line that named it, if a line did.
+def read_file(shown: str, schema: Schema = CONFIG, origin: Origin | None = None) -> Document:
+    """Parse a file, whose path messages show as it is given. `origin` is the line that named it, if a line did.
 
     Raises ConfigErrors where nothing can be read: no file, no YAML, no keys.
     """
+    path = Path(shown)
     origin, key = origin or Origin(shown), "base" if origin else ""
     try:
         with path.open("rb") as stream:
@@ -246,7 +247,7 @@ def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | 
             names = words(schema.sections[""], "and")
             key, text, origin = "", f"must be lines `key: value` with the keys {names}", Origin(shown, 1)
     except FileNotFoundError:
-        text = _not_found(path, shown)
+        text = _not_found(path)
     except IsADirectoryError:
         text = f"{shown} is a folder, not a config; "
         if (path / "config.yaml").exists():
@@ -261,10 +262,10 @@ def read_file(path: Path, shown: str, schema: Schema = CONFIG, origin: Origin | 
     raise ConfigErrors([Problem(key, text, origin)])
 
 
-def _not_found(path: Path, shown: str) -> str:
+def _not_found(path: Path) -> str:
     if near := get_close_matches(path.name, sorted(each.name for each in path.parent.glob("*.y*ml")), 1):
-        return f"no such file; did you mean {Path(shown).parent / near[0]}?"
-    if near := get_close_matches(os.path.splitext(shown)[0].removeprefix("configs/"), shipped(), 1):
+        return f"no such file; did you mean {path.with_name(near[0])}?"
+    if near := get_close_matches(str(path.with_suffix("")).removeprefix("configs/"), shipped(), 1):
         return f"no such file; did you mean {near[0]}, a config of the package?"
     return "no such file"
 
@@ -293,7 +294,7 @@ def read_config(
 
 def _read_with_base(shown: str, origin: Origin | None = None, above: Sequence[str] = ()) -> Document:
     """Return the config at a path laid on its base. `above` are the files between it and the one that was asked for."""
-    document = read_file(Path(shown), shown, origin=origin)
+    document = read_file(shown, origin=origin)
     if "base" not in document.values:
         return document
     base, at = document.values.pop("base"), document.origins.pop("base")

@@ -115,7 +115,7 @@ SWEEP = Schema(Spec)
 def read_sweep(path: str | os.PathLike[str]) -> Spec:
     """Read the sweep at `path`. Raises ConfigErrors with everything that is wrong with the sweep's own keys."""
     file = find_config(os.fspath(path))
-    document = read_file(Path(file), file, SWEEP)
+    document = read_file(file, SWEEP)
     values = document.values
     if not {"base", "commands"} & set(values) and set(CONFIG.sections) & set(values):
         text = (
