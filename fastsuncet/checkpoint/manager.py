@@ -190,7 +190,7 @@ def load(path: str | Path) -> format.LoadedCheckpoint:
         raise CheckpointError(f"checkpoint {path} cannot be used: {fault}") from fault
 
 
-def good_checkpoints(folder: Path, say: Say = say_line) -> list[tuple[int, Path]]:
+def good_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every good checkpoint, ascending, and report each damaged one. Reads every file.
 
     Raises CheckpointError for a newer format, or for a folder that cannot be listed.
@@ -201,7 +201,7 @@ def good_checkpoints(folder: Path, say: Say = say_line) -> list[tuple[int, Path]
             format.verify(path, number)
             good.append((number, path))
         except format.DamagedCheckpoint as fault:  # noqa: PERF203 - reading the files takes far longer
-            say(f"checkpoint: {path} cannot be used: {fault}")
+            say_line(f"checkpoint: {path} cannot be used: {fault}")
     return good
 
 

@@ -92,15 +92,15 @@ def gather_rows(x: Tensor, group: Group = None) -> Tensor:
     return x if world_size(group) == 1 else _GatherRows.apply(x, group)
 
 
-def sum_over_ranks(x: Tensor, group: Group = None) -> Tensor:
+def sum_over_ranks(x: Tensor) -> Tensor:
     """Return the elementwise sum over ranks as a new tensor. No gradient; the host does not wait."""
-    return sum_over_ranks_(x.detach().clone(memory_format=torch.contiguous_format), group)
+    return sum_over_ranks_(x.detach().clone(memory_format=torch.contiguous_format))
 
 
-def sum_over_ranks_(x: Tensor, group: Group = None) -> Tensor:
+def sum_over_ranks_(x: Tensor) -> Tensor:
     """Overwrite `x`, which must be contiguous, with its sum over ranks, and return it."""
-    if world_size(group) > 1:
-        dist.all_reduce(x, group=group)
+    if world_size() > 1:
+        dist.all_reduce(x)
     return x
 
 
