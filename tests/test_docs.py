@@ -31,14 +31,16 @@ def commands(page: Path) -> list[str]:
     return [line.split("#")[0].strip() for line in lines if line.split("#")[0].strip()]
 
 
-TRAIN = sorted({line for page in PAGES for line in commands(page) if "fastsuncet train" in line})
+HELP = [line.strip().split("    ")[0] for line in Parser("train").epilog.splitlines()]
+LINES = {line for lines in (HELP, *map(commands, PAGES)) for line in lines}
+TRAIN = sorted(line for line in LINES if "fastsuncet train" in line)
 
 
 @pytest.mark.parametrize("command", TRAIN)
 def test_docs_train_command_is_a_valid_config(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (mine,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), re.S)
-    for name in ("mine.yaml", "again.yaml"):
+    for name in ("mine.yaml", "again.yaml", "my.yaml"):
         Path(name).write_text(mine)
     words = shlex.split(command.replace("$PWD", "/here"))
     Parser("train").parse(words[words.index("train") + 1 :])

@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -210,15 +209,6 @@ def test_help_of_a_group_lists_its_commands(capsys):
     said = capsys.readouterr().out
     for name in cli.COMMANDS:
         assert (f"\n  {name} " in said) == name.startswith("data ")
-
-
-def test_help_examples_are_valid():
-    parser = Parser("train")
-    lines = [line for line in parser.epilog.splitlines() if line.startswith("  fastsuncet train ")]
-    assert len(lines) >= 4
-    for line in lines:
-        if "my.yaml" not in line:
-            parser.parse(shlex.split(line.strip().split("    ")[0])[2:])
 
 
 def test_every_path_of_a_command_line_takes_a_tilde():
