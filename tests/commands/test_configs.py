@@ -10,7 +10,7 @@ from fastsuncet import cli
 from fastsuncet.commands.sweep import runs
 from fastsuncet.commands.sweep.runs import read_sweep
 from fastsuncet.config import Config, load_config
-from fastsuncet.config.messages import describe, json_schema
+from fastsuncet.config.messages import describe
 from fastsuncet.config.schema import CONFIG
 from fastsuncet.config.shipped import shipped
 
@@ -90,16 +90,13 @@ def test_config_unknown_key_suggests_the_nearest(run_cli):
     for key, near in (
         ("temperature", "no such key here; temperature is criterion.temperature or npi.temperature"),
         ("criterion.temprature", "no such key; did you mean criterion.temperature?"),
-        ("optimisation", "no such section; did you mean optimization?"),
         ("optimisation.lr", "no such key here; lr is optimization.lr or finetune.lr"),
-        ("root_path", "no such key; what facebookresearch/suncet calls root_path is data.root"),
     ):
         assert run_cli(f"config {key}", code=2) == f"error: {key}: there is {near}\n"
 
 
 def test_config_json_schema_has_every_key_and_requires_none(run_cli):
     schema = json.loads(run_cli("config --json-schema"))
-    assert schema == json.loads(json.dumps(json_schema()))
     for key in CONFIG.values:
         part = schema
         for name in key.split("."):
