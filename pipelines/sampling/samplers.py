@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipelines.data_errors import DataError
 from pipelines.output import counted, first_five
 
 # Philox streams by purpose. Augmentation parameters use small role numbers; these start where those cannot reach, so a
@@ -35,19 +34,13 @@ def permutation(size: int, *, seed: int, role: int, counter: tuple[int, int]) ->
     return np.argsort(np.random.Philox(key=key, counter=start).random_raw(size), kind="stable")
 
 
-def _share(what: str, amount: int, world_size: int) -> int:
-    if amount < 1 or world_size < 1 or amount % world_size:
-        raise DataError(f"{what} = {amount} does not divide among {world_size} ranks: use a multiple")
-    return amount // world_size
-
-
 class UnlabeledSampler:
     """Every image once an epoch, in a fresh order each epoch, in global batches; the remainder is dropped.
 
     The images are 0..num_images-1, or `indices`, int64 (num_images,), whose own order does not matter. Attributes:
     `global_batch`, `world_size`, `local_batch` (= global_batch / world_size), `steps_per_epoch`
-    (= num_images // global_batch, recipe 2.2). Other images make up the dropped remainder each epoch.
-    Raises DataError when the batch does not divide among the ranks or the images do not fill one batch.
+    (= num_images // global_batch, recipe 2.2). Other images make up the dropped remainder each epoch. The config's
+    `resolve` has checked that the ranks can share the batch and that the images fill it, as for `ClassSampler`.
     """
 
     def __init__(
@@ -58,9 +51,8 @@ class UnlabeledSampler:
         seed: int,
         indices: np.ndarray | None = None,
     ):
-        self.local_batch = _share("the unlabeled batch", global_batch, world_size)
-        if num_images < global_batch:
-            raise DataError(f"{num_images} images do not fill one global batch of {global_batch}: lower it")
+        assert global_batch % world_size == 0
+        self.local_batch = global_batch // world_size
         self.num_images, self.global_batch = num_images, global_batch
         self.world_size, self.seed = world_size, seed
         self.steps_per_epoch = num_images // global_batch
@@ -98,8 +90,6 @@ class ClassSampler:
     permutation of all its images (a cycle that leaves it out counts as one), then draws the next: no image twice in a
     visit, and none reserved for a rank. A class with n_c < m goes round one permutation, a fresh one each visit: any
     n_c images in a row are distinct, and one is used at most once more than another. `notes()` names such classes.
-
-    Raises DataError: fewer classes with labels than C, or C * m not a multiple of `world_size`.
     """
 
     def __init__(
@@ -116,14 +106,10 @@ class ClassSampler:
         self.indices = indices
         # The labels that an image has, ascending, and how many images have each. A slot is a position in them.
         self._classes, self._counts = np.unique(labels, return_counts=True)
-        if not 1 <= classes_per_batch <= len(self._classes):
-            text = (
-                f"{classes_per_batch} classes cannot be drawn from {len(self._classes)} with labeled images"
-            )
-            raise DataError(f"a labeled batch of {text}: lower classes_per_batch, or label more")
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
         self.world_size, self.seed, self.class_names = world_size, seed, tuple(class_names)
-        self.local_batch = _share("the labeled batch", classes_per_batch * images_per_class, world_size)
+        assert classes_per_batch * images_per_class % world_size == 0
+        self.local_batch = classes_per_batch * images_per_class // world_size
         self.steps_per_cycle = len(self._classes) // classes_per_batch
         # Ascending inside each class: in whatever order the images were listed, the draw is the same.
         self._images = indices[np.lexsort((indices, labels))]
@@ -186,10 +172,7 @@ class ClassSampler:
         ):
             if which.any():
                 sizes = zip(self._classes[which].tolist(), self._counts[which].tolist())
-                names = first_five([f"{self._name(label)} ({size})" for label, size in sizes])
+                names = first_five([f"{self.class_names[label]} ({size})" for label, size in sizes])
                 text = f"{which.sum()} of {count} classes have fewer labeled images than {why}"
                 notes.append(f"{text}, each time with another augmentation: {names}")
         return notes
-
-    def _name(self, label: int) -> str:
-        return self.class_names[label] if label < len(self.class_names) else str(label)
