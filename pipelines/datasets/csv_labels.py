@@ -16,7 +16,6 @@ from pipelines.data_errors import DataError
 from pipelines.datasets.image_headers import EXTENSIONS, NOT_READ
 from pipelines.datasets.index import ImageIndex
 from pipelines.datasets.names import leaves_root, listed_lines
-from pipelines.datasets.pack import naming
 
 _MARKS = ",;\t"  # between the columns
 _HEADERS = tuple(f"file{mark}label" for mark in _MARKS)
@@ -57,7 +56,7 @@ def with_csv_labels(
         count = len(wrong) + len(missing) - len(shown)
         text = [f"  line {line}: {problem}" for line, problem in sorted(wrong)[:_SHOWN]]
         text += [f"  and {count - _SHOWN} more"] * (count > _SHOWN)
-        text += [f"  {called}"] if missing and (called := naming(index)) else []
+        text += [f"  {called}"] if missing and (called := index.naming()) else []
         raise DataError("\n".join([f"{table} has {count} wrong {'line' if count == 1 else 'lines'}:", *text]))
     if not names:
         raise DataError(f"{table} labels no image: it has a header and no line after it")

@@ -84,6 +84,12 @@ class ImageIndex:
         """Return the image's name in messages and lists: its path below the root."""
         return self.files[i]
 
+    def naming(self) -> str:
+        """Return how the images of a pack are called, for messages about names that it lacks; "" for files."""
+        return (
+            "" if self.pack is None else f"the first image of the pack {self.root} is called {self.name(0)}"
+        )
+
     def find(self, names: Sequence[str]) -> np.ndarray:
         """Return the numbers of the images with these names, int64 (len(names),); -1 where there is none."""
         numbers = {name: i for i, name in enumerate(self.files)}

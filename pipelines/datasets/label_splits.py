@@ -188,10 +188,8 @@ def named(index: ImageIndex, file: Path, sha256: str | None = None) -> tuple[np.
         raise DataError(f"{file} names images more than once: {first_five(twice)}")
     found = index.find(names)
     if absent := [line for line, i in zip(lines, found.tolist()) if i < 0]:
-        from pipelines.datasets.pack import naming  # not above: it is needed for a message alone
-
         what = f"{len(absent)} images (of {len(lines)}) that are not under {index.root}: {first_five(absent)}"
-        raise DataError(f"{file} names {what}; {naming(index) or _REMEDY}")
+        raise DataError(f"{file} names {what}; {index.naming() or _REMEDY}")
     if without := [line for line, label in zip(lines, index.labels[found].tolist()) if label < 0]:
         raise DataError(
             f"{file} names {len(without)} images (of {len(lines)}) without a label: {first_five(without)}"

@@ -78,20 +78,6 @@ def open_pack(
     return index
 
 
-def naming(index: ImageIndex) -> str:
-    """Return how the images of a pack are called, for messages about names that it lacks; "" for files."""
-    if index.pack is None or index.root is None or not len(index):
-        return ""
-    shard = index.pack.paths[index.pack.members["shard"][0]]
-    if shard not in index.path(0).parents:
-        return f"the first image of the pack {index.root} is called {index.name(0)}"
-    own = (
-        f". {shard.parent} is a pack: with data.pack={shard.parent} its images have the names of their files"
-    )
-    called = f"the images of shards are called SHARD.tar/KEY.jpg, the first one {index.name(0)}"
-    return called + (own if (shard.parent / INDEX).is_file() else "")
-
-
 def _shard_paths(pattern: str) -> list[Path]:
     if os.path.isdir(pattern):
         # As images, shards have their ending in any case. One that is unpacked beside its compressed file is read.

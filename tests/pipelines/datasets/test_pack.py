@@ -77,34 +77,20 @@ def test_views_from_a_pack_equal_those_from_files(tmp_path, reader):
             assert (files.draws(step).labels == pack.draws(step).labels).all()
 
 
-def assert_unknown(index: ImageIndex, name: str, said: str) -> None:
-    """Assert that a list and a CSV with `name`, which is no image, are refused with `said`."""
-    Path("names.txt").write_text(name)
-    Path("labels.csv").write_text(f"file,label\n{name},cat\n")
-    for refuse in (lambda: named(index, Path("names.txt")), lambda: with_csv_labels(index, "labels.csv")):
-        with pytest.raises(DataError, match=said):
-            refuse()
-
-
-def test_a_pack_can_be_read_by_other_programs(index, pack, tmp_path, monkeypatch):
+def test_a_pack_can_be_read_by_other_programs(index, pack, tmp_path):
     """Its shards are WebDataset's: KEY.jpg and KEY.cls side by side, which also load without the index."""
-    monkeypatch.chdir(tmp_path)
     with tarfile.open(pack / "000000.tar") as tar:
         assert tar.getnames()[:4] == ["00000000.jpg", "00000000.cls", "00000001.jpg", "00000001.cls"]
         assert tar.extractfile("00000001.jpg").read() == index.path(1).read_bytes()
-    assert_unknown(
-        open_pack(pack), "a/1.jpg", rf"the first image of the pack {pack} is called {index.name(0)}$"
-    )
-    assert_unknown(
-        open_pack(f"{pack}/*.tar"), index.name(1), rf"with data\.pack={pack} its images have the names"
-    )
     (pack / INDEX).unlink()
     foreign = open_pack(pack)
     assert foreign.labels.tolist() == index.labels.tolist()
     assert foreign.sizes.tolist() == index.sizes.tolist()
     assert foreign.name(1) == "000000.tar/00000001.jpg" and foreign.damage(1) is None
-    called = r"called SHARD\.tar/KEY\.jpg, the first one 000000\.tar/00000000\.jpg"
-    assert_unknown(foreign, index.name(1), rf"{called}$")
+    for refuse, lines in ((named, "a/1.jpg\n"), (with_csv_labels, "file,label\na/1.jpg,cat\n")):
+        (tmp_path / "list").write_text(lines)
+        with pytest.raises(DataError, match=rf"first image of the pack {pack} is called {foreign.name(0)}"):
+            refuse(foreign, tmp_path / "list")
     shard, offset, _ = place(foreign, 1)
     damage(shard, offset)
     assert "its checksum is another" in open_pack(pack).damage(1)
