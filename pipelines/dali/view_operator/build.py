@@ -87,11 +87,10 @@ def sources() -> list[Path]:
     return sorted(path for ending in ("cc", "h") for path in SOURCES.glob(f"*.{ending}"))
 
 
-def compile_library(library: Path) -> bytes:
-    """Return the code of the library, compiled as a file beside `library`."""
+def compile_library(library: Path) -> None:
+    """Compile the view operator into the file `library`. Raises DataError with what the compiler says."""
     from nvidia.dali import sysconfig
 
-    output = library.with_suffix(".out")
     command = [
         *compiler(),
         *FLAGS,
@@ -101,13 +100,12 @@ def compile_library(library: Path) -> bytes:
         str(SOURCES / "view.cc"),
         *sysconfig.get_link_flags(),
         "-ldali_core",
-        *("-o", str(output)),
+        *("-o", str(library)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode != 0 or not output.is_file():
+    if done.returncode != 0 or not library.is_file():
         message = done.stderr.strip()[-4000:] or "it wrote no library"
         raise DataError(f"the view operator does not compile with {' '.join(compiler())}:\n{message}")
-    return output.read_bytes()
 
 
 def compiler() -> list[str]:

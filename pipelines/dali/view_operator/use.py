@@ -67,11 +67,10 @@ def built(*, prebuilt: bool = False) -> Path:
             if (path := kept(prebuilt=prebuilt)) is not None:  # by another process, meanwhile
                 return path
             library = Path(work) / library_name()
-            code = build.compile_library(library)
-            code_cache.write(library, code)
+            build.compile_library(library)
             prove(library)
             path = folder / library.name
-            code_cache.write(path, code)
+            code_cache.write(path, library.read_bytes())
             if prebuilt:
                 folder.chmod(0o755)
                 path.chmod(0o644)
