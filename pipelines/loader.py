@@ -36,10 +36,8 @@ class Loader:
     Raises DataError when DALI, a GPU or the view operator is asked for and absent.
     """
 
-    def __init__(
-        self, plan: Plan | EvaluationPlan, options: LoaderOptions | None = None, *, bad_images: int | None = 0
-    ):
-        self.options = _resolved(plan, options or LoaderOptions())
+    def __init__(self, plan: Plan | EvaluationPlan, options: LoaderOptions, *, bad_images: int | None = 0):
+        self.options = _resolved(plan, options)
         self.bad: dict[str, str] = {}
         self.replaced: dict[int, int] = {}
         self._index, self._plan, self._allowed = plan.index, plan, bad_images
@@ -149,7 +147,7 @@ class Loader:
 
 
 def open_evaluation_loader(
-    plan: EvaluationPlan, options: LoaderOptions | None = None
+    plan: EvaluationPlan, options: LoaderOptions
 ) -> Generator[list[torch.Tensor], None, None]:
     """Yield the views of one pass over images; closing the generator frees the engine.
 
@@ -159,7 +157,7 @@ def open_evaluation_loader(
     those named would be another accuracy.
     """
     index = plan.index
-    loader = Loader(plan, replace(options or LoaderOptions(), hw_decoder_share=0.0), bad_images=None)
+    loader = Loader(plan, replace(options, hw_decoder_share=0.0), bad_images=None)
     if bad := sorted(index.bad.keys() & set(plan.indices.tolist())):
         raise BadImage([(str(index.path(i)), index.bad[i]) for i in bad], allowed=None)
     try:

@@ -102,8 +102,7 @@ def note_on_copies(index: ImageIndex) -> list[str]:
 def find_bad_images(index: ImageIndex, indices: Iterable[int], options: LoaderOptions) -> dict[int, str]:
     """Return the images among `indices` that training cannot use: index -> reason, in the order given.
 
-    An image that decodes to wrong pixels without an error (a flipped bit inside a JPEG) is not found. Raises OSError
-    where the disk, the file server or its mount fails.
+    Raises OSError where the disk, the file server or its mount fails.
     """
     distinct = np.array(list(dict.fromkeys(map(int, indices))))
     decoded = _decoded(index, distinct, 1, options)

@@ -185,13 +185,13 @@ class CenterParams:
     corner: np.ndarray  # (B, 2) int32: top, left of the crop in the resized image
 
 
-def uniform(seed: int, role: int | str, counter: tuple[int, int, int, int], count: int) -> np.ndarray:
+def uniform(seed: int, role: str, counter: tuple[int, int, int, int], count: int) -> np.ndarray:
     """Return `count` draws in [0, 1), float64, from any position of the stream of (seed, role); no state.
 
     `role` keeps streams apart (the order of the images, view 0, view 1, ...): a change to one does not change the
     others. `counter` is four 64-bit words, the first of which counts the blocks of four words drawn.
     """
-    word = int.from_bytes(hashlib.blake2b(str(role).encode(), digest_size=8).digest(), "little")
+    word = int.from_bytes(hashlib.blake2b(role.encode(), digest_size=8).digest(), "little")
     key, counter_words = np.array([seed, word], np.uint64), np.array(counter, np.uint64)
     # NumPy promises that Philox's raw words never change, but not what Generator.random makes of them.
     words = np.random.Philox(key=key, counter=counter_words).random_raw(count)
@@ -199,7 +199,7 @@ def uniform(seed: int, role: int | str, counter: tuple[int, int, int, int], coun
 
 
 def draw_view(
-    augmentation: Augmentation, sizes: np.ndarray, *, seed: int, step: int, role: int | str, first_row: int
+    augmentation: Augmentation, sizes: np.ndarray, *, seed: int, step: int, role: str, first_row: int
 ) -> ViewParams:
     """Draw one view of the rows first_row, first_row + 1, ... of the global batch of `step`.
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from pipelines.output import counted, first_five
 
-# Philox streams by purpose. Augmentation parameters use small role numbers; these start where those cannot reach, so a
-# change of augmentation does not change the order of the images.
+# Philox streams by purpose. Those of the augmentations have hashes of names: a change there changes no order of images.
 EPOCH_ROLE = 2**32
 CLASS_ROLE = 2**32 + 1
 IMAGE_ROLE = 2**32 + 2

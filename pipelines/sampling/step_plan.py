@@ -47,7 +47,7 @@ class Plan:
         augmentations: Sequence[Augmentation | Center],
         *,
         seed: int,
-        role: int | str,
+        role: str,
         rank: int = 0,
         passes: int = 1,
     ):
