@@ -133,14 +133,6 @@ def test_cifar_refuses_another_archive_unopened(published, tmp_path):
     assert os.listdir(tmp_path) == [path.name]
 
 
-class Response(io.BytesIO):
-    """What a server sends."""
-
-    def __init__(self, content: bytes, url: str):
-        super().__init__(content)
-        self.url, self.length = url, len(content)
-
-
 @pytest.mark.parametrize("sent", [b"half", OSError("no route to host")])
 def test_cifar_names_a_failed_download_and_tries_again(published, tmp_path, monkeypatch, sent):
     """It downloads once, and only when asked."""
@@ -150,7 +142,9 @@ def test_cifar_names_a_failed_download_and_tries_again(published, tmp_path, monk
         asked.append(request.full_url)
         if isinstance(sent, OSError):
             raise sent
-        return Response(sent, request.full_url)
+        response = io.BytesIO(sent)
+        response.url, response.length = request.full_url, len(sent)
+        return response
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     with pytest.raises(DataError, match=r"no CIFAR-10 under .*data\.root.*data\.download"):

@@ -92,19 +92,12 @@ def test_kernels_make_the_values_of_the_cpus_loops(library, blocks, threads):
 
 @pytest.mark.slow
 @needs_nvrtc
-@pytest.mark.parametrize("card", [(7, 5), (9, 0), (12, 0), (99, 0)])
-def test_kernels_are_machine_code_unless_the_card_is_newer_than_nvrtc(monkeypatch, card):
+def test_kernels_are_machine_code_and_contract_no_product(monkeypatch):
     """A driver older than NVRTC refuses its PTX (cudaErrorUnsupportedPtxVersion), but not machine code."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device_id: card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device_id: (9, 0))
     code = build.kernels(23, 0)
-    known = cuda_compiler.architecture(*card).startswith("sm_")
-    assert card == (99, 0) or known or card > (9, 0)
-    assert code.lstrip().startswith(b"\x7fELF" if known else b"//")
-    assert all(name in code for name in (b"gray_sums", b"make_views"))
-
-
-@needs_nvrtc
-def test_kernels_contract_no_product_and_divide_exactly():
+    assert code.startswith(b"\x7fELF") and all(name in code for name in (b"gray_sums", b"make_views"))
+    # The oldest card's portable code can be read.
     code = cuda_compiler.compiled(build.SOURCES / "view.cu", "compute_75", build.NVRTC_OPTIONS).decode()
     assert "fma." not in code and "div.rn.f32" in code
     assert not [kind for kind in ("div.approx", "div.full", "rcp.approx") if kind in code]
