@@ -8,7 +8,7 @@ the same numbers, and a global batch is the same however many ranks share it.
 import hashlib
 import itertools
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -79,7 +79,7 @@ class Augmentation:
     `strength` times the setting, and turns the hue by an angle uniform in [-x, x] turns. All four apply to the same
     share `jitter` of the images, in an order that is drawn for each image, as torchvision does, or a fixed one.
 
-    Raises ValueError for a setting outside its range, and SettingsConflict.
+    Raises SettingsConflict. That each setting is in its range is left to the config, which knows the annotations.
     """
 
     size: Pixels = setting(224, "side of the square view, in pixels")
@@ -111,11 +111,6 @@ class Augmentation:
     std: Deviation = setting((1.0, 1.0, 1.0), "divides pixels after the mean is subtracted")
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            for allowed in getattr(each.type, "__metadata__", ()):
-                if not allowed.func(value):
-                    raise ValueError(f"{each.name} must be {allowed.words}, not {value!r}")
         if self.strength * self.hue > 0.5:
             turns = self.strength * self.hue
             raise SettingsConflict("hue", f"times strength is {turns:g} turns; half a turn is the most")

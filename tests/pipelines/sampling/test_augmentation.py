@@ -147,10 +147,7 @@ def test_center_view_is_where_torchvision_puts_it(sizes, resize, data):
         assert tuple(corner) == tuple(round((side - size) / 2.0) for side in expected)
 
 
-def test_views_refuse_impossible_settings_in_words():
-    """tests/config/wrong_configs.txt has each of them."""
-    with pytest.raises(ValueError, match="flip must be a probability"):
-        Augmentation(flip=1.5)
+def test_center_refuses_a_crop_that_is_larger_than_the_image():
     with pytest.raises(ValueError, match="not within the shorter side"):
         Center(size=224, resize=200)
 
