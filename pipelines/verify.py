@@ -40,11 +40,9 @@ def check(
     is installed. An image that decodes to wrong pixels without an error (a flipped bit inside a JPEG) is found only in
     a pack.
 
-    Raises DataError for data without files, for an absent back-end, and when the decoder refuses a whole batch that PIL
-    reads: then the decoder has failed, not the files. No content of a file raises. Raises OSError where the disk fails.
+    Raises DataError for an absent back-end, and when the decoder refuses a whole batch that PIL reads: then the decoder
+    has failed, not the files. No content of a file raises. Raises OSError where the disk fails.
     """
-    if index.root is None:
-        raise DataError("these data are held in memory: there is no file to check")
     options = LoaderOptions(choose_backend(backend), device, threads=threads, view_operator=False)
     bad, refused = dict(index.bad), []
     good = index.good()

@@ -96,9 +96,8 @@ class ImageIndex:
         return np.array([numbers.get(name, -1) for name in names], np.int64)
 
     def path(self, i: int) -> Path:
-        """Return the image's file, or PACK/NAME. Raises DataError when the data are in memory only."""
-        if self.root is None:
-            raise DataError(f"{self.name(i)} is held in memory and has no file")
+        """Return the image's file, or PACK/NAME."""
+        assert self.root is not None, "images in memory have no files"
         return self.root / self.files[i]
 
     def content(self, i: int) -> Path | bytes:
@@ -243,8 +242,7 @@ def save_index(index: ImageIndex, path: Path) -> None:
 
     Raises CannotWrite when the disk refuses, and DataError as `require_index`.
     """
-    if index.root is None or (index.stamps is None and index.pack is None):
-        raise DataError("only an index of files is kept on disk; data in memory are read again each time")
+    assert index.root is not None, "images in memory are read again each time"
     arrays = {
         "kind": np.array(_KIND),
         "version": np.array(_VERSION),

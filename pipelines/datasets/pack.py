@@ -153,15 +153,13 @@ def _scanned(paths: list[Path], upright: bool) -> ImageIndex:
 
 
 def write_pack(index: ImageIndex, folder: Path) -> int:
-    """Pack the files of `index` into `folder`; return how many images an earlier, killed start had packed already.
+    """Pack the files of `index` into the absolute path `folder`; return how many a killed start had packed already.
 
     Does nothing where `folder` is a pack of the same images. Bad images keep their numbers and reasons, without bytes.
     Raises CannotWrite when the disk refuses, and DataError: files that are gone or have changed since the index was
     made, a disk that is too small, another writer, or a `folder` that is something else.
     """
-    if index.root is None or index.stamps is None:
-        raise DataError("only images that are files can be packed")
-    folder = folder.absolute()  # `.` has no name
+    assert index.stamps is not None, "images of a pack and in memory are no files to be packed"
     # Named after the files and their times: when one of them changes, nothing of an earlier start is used.
     digest = hashlib.sha256(index.fingerprint().encode() + index.stamps.tobytes()).hexdigest()
     part = folder.with_name(f"{folder.name}.part-{digest[:12]}")

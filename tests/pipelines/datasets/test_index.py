@@ -114,13 +114,6 @@ def test_read_headers_of_many_chunks_land_in_their_rows(tmp_path, monkeypatch):
     assert list(headers(tmp_path, names).bad) == list(range(600))  # in order, however long one takes
 
 
-def test_index_in_memory_has_no_paths_and_is_not_saved(tmp_path):
-    index = small_index(root=None, pixels=np.zeros((2, 6, 8, 3), np.uint8))
-    for use in (lambda: index.path(1), lambda: save_index(index, tmp_path / "index.npz")):
-        with pytest.raises(DataError, match="in memory"):
-            use()
-
-
 @pytest.mark.parametrize(
     "changes",
     [
