@@ -7,7 +7,7 @@ crop one pixel off: about 3.5 levels).
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -133,20 +133,6 @@ def test_graph_by_the_view_operator_has_the_bits_of_dalis_operators(index, dalis
     assert loader.options.view_operator is True
     names = [getattr(node._op, "schema_name", "") for node in loader._engine._pipeline._ops]
     assert names.count("fastsuncet__View") == len(chosen)
-
-
-def test_graph_neutral_numbers_change_no_pixel(index, dalis):
-    chosen = cases(index.sizes)
-    drawn, still = chosen["as drawn"].numbers, chosen["crop"].numbers
-    idle = (drawn.brightness == 1) & ~drawn.gray & (drawn.sigma == 0) & ~drawn.flip
-    for field in fields(ViewParams):
-        values = getattr(drawn, field.name).copy()
-        values[::2] = getattr(still, field.name)[::2]
-        drawn = replace(drawn, **{field.name: values})
-    idle[::2] = True
-    mixed = levels_of(index, {"mixed": Case(EXACT, drawn)}, **ENGINES["dali"])["mixed"]
-    assert torch.equal(mixed[idle], dalis["crop"][idle])
-    assert not torch.equal(mixed[~idle], dalis["crop"][~idle])
 
 
 def outputs(function, count: int, *arrays: np.ndarray) -> list[torch.Tensor]:
