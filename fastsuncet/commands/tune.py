@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fastsuncet.checkpoint.run_folder import refuse_existing
 from fastsuncet.commands.embed import check_output
 from fastsuncet.commands.ranks import as_stoppable_rank
 from fastsuncet.commands.train import check_before_images
@@ -93,7 +92,7 @@ def _times(outcome: Verdict) -> str:
 def write(output: Path, source: Path, found: Sequence[Tried], card: str) -> None:
     """Write a config with `source` as its base and the keys that won, each with what it gained on `card`.
 
-    Raises ConfigError where `output` exists.
+    Raises ConfigError, with what it would have written, where `output` exists.
     """
     named = {path.resolve(): name for name, path in shipped().items()}
     base = named.get(source.resolve()) or os.path.relpath(source.resolve(), output.resolve().parent)
@@ -109,9 +108,13 @@ def write(output: Path, source: Path, found: Sequence[Tried], card: str) -> None
             sections.setdefault(section, {})[name] = text
     for section, keys in sections.items():
         lines += [f"{section}:", *itertools.chain(*keys.values())]
-    refuse_existing(output, None)  # another process can have made it during the trials
+    text = "\n".join([*lines, ""])
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    try:
+        with open(output, "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError:  # made during the trials, which must not be lost
+        raise ConfigError(f"--output {output} exists. Save this under another name:\n\n{text}") from None
 
 
 def candidates(asked: Config, config: Config, device: str) -> list[Rung]:

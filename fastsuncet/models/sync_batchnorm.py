@@ -169,12 +169,12 @@ def normalize_over_ranks(norms: Sequence[RankBatchNorm], inputs: Sequence[Tensor
             own.append(sums_of(x.numel() // x.shape[1], *moments(x, norm.eps, by_cuda)))
         given: list = []
         for norm, x, sums in zip(norms, inputs, norm_kernel.sum_together(own)):
-            given += [x, norm.weight, norm.bias, *norm.statistics_of(x, sums)]
+            given += [x, norm.weight, norm.bias, *norm.statistics_of(x, sums), norm.eps]
     return _Normalize.apply(*given)
 
 
 class _Normalize(torch.autograd.Function):
-    """(x - mean) * inverse * weight + bias of one layer or several: x, weight, bias, total, mean, inverse of each.
+    """(x - mean) * inverse * weight + bias of one layer or several: x, weight, bias, total, mean, inverse, eps of each.
 
     mean and inverse (C,) are statistics of all ranks' rows of x, which `total` (1,) counts. The gradient of x includes
     what flows through the statistics. Layers that are computed together send one message backward.
@@ -183,12 +183,12 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *given):
         ctx.by_cuda, kept, outputs = [], [], []
-        for x, weight, bias, total, mean, inverse in batched(given, 6):
+        for x, weight, bias, total, mean, inverse, eps in batched(given, 7):
             ctx.by_cuda.append(takes_cuda_operators(x, weight, bias))
             # Keep the input in its own dtype, which the convolution before keeps too: standardized rows in float32
             # would double or triple what a bfloat16 network keeps for its backward pass.
             kept += [x, weight, total, mean, inverse]
-            outputs.append(normalize(x, weight, bias, mean, inverse, ctx.by_cuda[-1]))
+            outputs.append(normalize(x, weight, bias, mean, inverse, eps, ctx.by_cuda[-1]))
         ctx.save_for_backward(*kept)
         return tuple(outputs)
 
@@ -208,7 +208,7 @@ class _Normalize(torch.autograd.Function):
         ):
             d_x = gradient(dy, x, mean, inverse, weight, all_sums.view(2, -1) / total, by_cuda)
             d_bias, d_weight = sums.to(weight.dtype)
-            found += [d_x, d_weight, d_bias, None, None, None]
+            found += [d_x, d_weight, d_bias, *[None] * 4]
         return tuple(found)
 
 
@@ -245,14 +245,13 @@ def moments(x: Tensor, eps: float, by_cuda: bool) -> tuple[Tensor, Tensor]:
 
 
 def normalize(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, by_cuda: bool
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float, by_cuda: bool
 ) -> Tensor:
     """Return (x - mean) * inverse * weight + bias, where `inverse` is 1 / sqrt(variance + eps).
 
     Shape, dtype and layout are those of x.
     """
     if by_cuda:
-        eps = 0.0  # which the operator does not read
         return torch.batch_norm_elemt(_dense(x), weight, bias, mean, inverse, eps)
     y = (x - _per_channel(mean, x)).mul_(_per_channel(inverse * weight, x))
     return y.add_(_per_channel(bias, x)).to(x.dtype)

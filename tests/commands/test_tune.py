@@ -107,7 +107,7 @@ def test_written_config_has_the_keys_that_won_with_their_gains():
         "  compile: true",
     ]
     assert load_config(written).meta.compile is True
-    with pytest.raises(ConfigError, match=r"fast\.yaml exists"):
+    with pytest.raises(ConfigError, match=r"fast\.yaml exists\. (?s:.*) compile: true"):
         tune.write(written, base, found, "a card")
 
 
