@@ -2,14 +2,18 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from fastsuncet.checkpoint import manager
 from fastsuncet.commands import train as train_command
 from fastsuncet.commands.ranks import as_rank
 from fastsuncet.config import Config, load_config
@@ -17,10 +21,9 @@ from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.errors import Preempted
 from fastsuncet.paths import cli_command
 from fastsuncet.tuning import processes
-from tools.same_runs import assert_equal_to_the_bit as assert_equal_to_the_bit
-from tools.same_runs import final_state as final_state
-from tools.same_runs import metrics as metrics
 
+# Of metrics lines, different in every run.
+TIMED = ("seconds", "joules", "views_per_second", "data_wait", "peak_memory_gb")
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SMALL = (
     "criterion.unsupervised_batch_size=360",  # 1,442 images: 4 steps an epoch, 2 images left over
@@ -123,3 +126,39 @@ def shorten_tuning(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         processes, "child_command", lambda *files: [sys.executable, "-c", code, *words(*files)[before:]]
     )
+
+
+def metrics(folder: Path, kind: str | None = None) -> list[dict]:
+    """Return the metrics lines in `folder`, of one kind or all, without what is different in every run.
+
+    All but the first, of kind "chosen", which says what was chosen for the hardware.
+    """
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        {key: value for key, value in record.items() if key not in TIMED}
+        for record in records
+        if record["kind"] != "chosen" and kind in (None, record["kind"])
+    ]
+
+
+def final_state(config: Config) -> tuple[dict[str, torch.Tensor], dict, list[dict]]:
+    """Return (weights and statistics, the rest of the state, metrics lines without times) of a run that ended."""
+    loaded = manager.load_newest(config.run_folder / "checkpoints")
+    return loaded.model, loaded.state, metrics(config.run_folder)
+
+
+def assert_equal_to_the_bit(ours: Any, theirs: Any, path: str = "state") -> None:
+    """Compare nested dicts, lists and tensors; a tensor must agree in dtype, shape and every bit."""
+    assert type(ours) is type(theirs), path
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), path
+        for key in ours:
+            assert_equal_to_the_bit(ours[key], theirs[key], f"{path}.{key}")
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs), path
+        for i, (a, b) in enumerate(zip(ours, theirs)):
+            assert_equal_to_the_bit(a, b, f"{path}[{i}]")
+    elif isinstance(ours, torch.Tensor):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), path
+    else:
+        assert ours == theirs, path
