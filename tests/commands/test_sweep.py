@@ -205,12 +205,21 @@ def test_sweep_says_a_damaged_checkpoint_goes_on_and_repeats_nothing(script, cap
     assert [job_state(job).done for job in run.jobs] == [True, True, False]
 
 
-def test_sweep_names_a_damaged_result_and_does_the_rest(script, capsys):
-    damaged = Path("runs", FIRST, "results", "knn.json")
+@pytest.mark.parametrize(
+    ("run", "codes", "ends", "ran"),
+    [
+        (FIRST, [], 5, [f"train {FIRST}", f"train {SECOND}", f"evaluate knn {SECOND}"]),
+        (FIRST, [0, 3], 3, [f"train {FIRST}", f"train {SECOND}"]),  # a command that fails later
+        (SECOND, [3], 3, [f"train {FIRST}", f"train {SECOND}"]),  # and one that failed before
+    ],
+)
+def test_sweep_names_a_damaged_result_and_does_the_rest(script, capsys, run, codes, ends, ran):
+    damaged = Path("runs", run, "results", "knn.json")
     damaged.parent.mkdir(parents=True)
     damaged.touch()
-    assert sweep(written(TWO)) == 5
-    assert script.ran == [f"train {FIRST}", f"train {SECOND}", f"evaluate knn {SECOND}"]
+    script.codes = list(codes)
+    assert sweep(written(TWO), keep_going=run == SECOND) == ends
+    assert script.ran == ran
     for part in capsys.readouterr().out.split("\n\n"):
         assert f"not known to be done: the result {damaged} cannot be read" in part
     assert sweep("two.yaml", show=True) == 0

@@ -68,7 +68,7 @@ def _work(runs: Sequence[Run], keep_going: bool, failures: dict[tuple[str, ...],
 
     Adds to `failures` the arguments of each job that failed, and its exit code.
     """
-    failed = 0
+    failed = damaged = 0
     with Children() as children:
         for number, run in enumerate(runs, 1):
             lead = f"sweep    {run.name}:"
@@ -91,10 +91,10 @@ def _work(runs: Sequence[Run], keep_going: bool, failures: dict[tuple[str, ...],
                             return failed
                         break
                     state = job_state(job)
-                if state.damaged and not failed:
-                    failed = CheckpointError.exit_code
+                if state.damaged:
+                    damaged = CheckpointError.exit_code
                     say_line(f"{lead} {job.command} is {state.text}{state.remedy}")
-    return failed
+    return failed or damaged
 
 
 class Children(SignalFlag):
