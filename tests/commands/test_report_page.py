@@ -160,7 +160,11 @@ def test_page_of_a_run_that_has_not_begun_and_without_matplotlib(tmp_path, monke
     assert "matplotlib is &lt;missing&gt;" in text and "peak memory, GB a process</dt><dd>-<" in text
 
 
-def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, plain, capsys):
+def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, plain, capsys, monkeypatch):
+    """A file that is listed can be removed before its time is read."""
+    glob = Path.glob
+    removed = {"[!.]*": [run / "removed"]}
+    monkeypatch.setattr(Path, "glob", lambda path, names: [*glob(path, names), *removed.get(names, ())])
     (run / "latest").symlink_to("gone")
     lines = (run / "metrics.jsonl").read_text()
     waited = []

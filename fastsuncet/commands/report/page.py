@@ -12,6 +12,7 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,10 @@ def watch(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> N
         going = [run for run in runs if atomic_files.read_object(run / "status.json").get("state") != "done"]
         for run in runs:
             # The metrics, the status, the folder of the results: what changes when a run goes on or is evaluated.
-            times = (path.lstat().st_mtime_ns for path in run.glob("[!.]*") if path.name != NAME)
-            newest = max(times, default=0)
+            newest = 0
+            for path in {*run.glob("[!.]*")} - {run / NAME}:
+                with suppress(FileNotFoundError):  # removed since it was listed
+                    newest = max(newest, path.lstat().st_mtime_ns)
             if newest != seen.get(run):
                 seen[run] = newest
                 say_line(f"wrote {write_page(run, refresh=run in going)}")
