@@ -58,6 +58,7 @@ def run(tmp_path) -> Path:
     Image.new("RGB", (8, 8)).save(run / "views.png")
     (run / "checkpoints" / "step_00000020").mkdir(parents=True)
     (run / "checkpoints" / "step_00000020" / "meta.json").write_text("{")  # damaged
+    (run / "checkpoints" / "step_00000020.old").mkdir()  # a user's copy is none
     return run
 
 
@@ -85,7 +86,7 @@ def test_page_holds_everything_and_fetches_nothing(run):
     assert "losses; at the end: sum 8.5, nt_xent 5, suncet 3.5" in found.labels
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in found.fetched)
     assert [words for words in SHOWN if words not in found.text] == []
-    assert f"{run}/checkpoints/step_00000020" in found.text
+    assert f"{run}/checkpoints/step_00000020" in found.text and "step_00000020.old" not in found.text
     assert f"encoder {run.parent / 'other'}, update 20" in found.text
     assert f"fastsuncet predict '{run}' FOLDER" in found.text
     assert "representation has collapsed" not in found.text

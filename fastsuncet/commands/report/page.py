@@ -224,8 +224,10 @@ def _results(run: Path, config: Config) -> str:
 
 def _weights(run: Path, config: Config) -> list[str]:
     """Return where the weights are, and the commands that use them."""
+    steps = sorted((run / manager.FOLDER).glob("step_*"))
     found = [
-        *sorted((run / manager.FOLDER).glob("step_*")),
+        # A user's copy, step_00000003.old, is none.
+        *(path for path in steps if path.name.removeprefix("step_").isdecimal()),
         *(path for name in export.FILES.values() if (path := run / export.FOLDER / name).exists()),
     ]
     if not found:
