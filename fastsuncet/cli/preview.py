@@ -20,5 +20,6 @@ def arguments(parser: Parser) -> None:
 def run(parser: Parser, options: Options) -> None:
     options.config.require_data()
     from fastsuncet.commands.preview import preview
+    from pipelines.output import say_line
 
-    print(f"wrote {preview(options.config, options.output, step=options.step, force=options.force)}")
+    say_line(f"wrote {preview(options.config, options.output, step=options.step, force=options.force)}")

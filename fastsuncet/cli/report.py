@@ -73,9 +73,10 @@ def _page(parser: Parser, options: Options) -> None:
             f"--page writes page.html into each run's folder; --{taken[0]} belongs to a comparison of runs"
         )
     from fastsuncet.commands.report import page
+    from pipelines.output import say_line
 
     if options.watch:
         page.watch(options.runs)
     else:
         for run in options.runs:
-            print(f"wrote {page.write_page(run)}")
+            say_line(f"wrote {page.write_page(run)}")

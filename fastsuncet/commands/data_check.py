@@ -28,7 +28,7 @@ def check_config(config: Config) -> None:
     if data.kind not in FILES:
         train, test = (in_memory(config, train=part, download=data.download) for part in (True, False))
         name = data.root or data.kind
-        print(f"{name}: {len(train):,} training and {len(test):,} test images, decoded and held in memory")
+        say_line(f"{name}: {len(train):,} training and {len(test):,} test images, decoded and held in memory")
         return
     device = "cpu" if config.meta.device == "cpu" or data.backend == "torchvision" else _device()
     options = {"backend": data.backend, "device": device, "threads": decode_threads(data.decode_threads)}
@@ -47,7 +47,7 @@ def check_config(config: Config) -> None:
             with_classes(validation, labeled.classes)  # raises; the index keeps the folder's own names
             parts.append((validation, index_path(config, folder, False)))
         else:
-            print(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
+            say_line(f"{folder}: skipped, the folder does not exist and no evaluation needs it")
     checked = [_checked(index, kept, **options) for index, kept in parts]
     for note in note_on_copies(replace(labeled, bad=checked[0].bad)):
         say_line(f"note: {note}")
@@ -79,8 +79,8 @@ def _checked(
     checked = whole.within(megapixels)
     state = f"{len(checked.bad):,} bad" if checked.bad else "all good"
     decoder = "DALI" if choose_backend(backend) == "dali" else "PIL"
-    print(f"{index.root}: {len(index):,} images decoded with {decoder}, {state}")
+    say_line(f"{index.root}: {len(index):,} images decoded with {decoder}, {state}")
     if kept is not None:
         save_index(whole, kept)
-        print(f"{index.root}: index kept in {kept}")
+        say_line(f"{index.root}: index kept in {kept}")
     return checked

@@ -8,6 +8,7 @@ from fastsuncet.config.rules import FILES
 from fastsuncet.data.image_files import file_index
 from fastsuncet.paths import typed_path
 from pipelines.datasets.pack import write_pack
+from pipelines.output import say_line
 
 
 def data_pack(config: Config, output: Path | None = None) -> None:
@@ -27,9 +28,9 @@ def data_pack(config: Config, output: Path | None = None) -> None:
     index.require_good(data.bad_images)
     before = write_pack(index, folder)
     if before == len(index):
-        print(f"{folder}: has all {before:,} images of {index.root} already")
+        say_line(f"{folder}: has all {before:,} images of {index.root} already")
         return
     continued = f", {before:,} of them by an earlier start" if before else ""
     gigabytes = sum(shard.stat().st_size for shard in folder.glob("*.tar")) / 1e9
-    print(f"{folder}: {len(index):,} images of {index.root} packed{continued}, {gigabytes:,.3f} GB")
-    print(f"train from it with data.pack={folder}; `fastsuncet data check` with it verifies every byte")
+    say_line(f"{folder}: {len(index):,} images of {index.root} packed{continued}, {gigabytes:,.3f} GB")
+    say_line(f"train from it with data.pack={folder}; `fastsuncet data check` with it verifies every byte")

@@ -98,6 +98,15 @@ def test_data_check_of_a_folder_ignores_its_layout(folder, run_cli):
     assert "images/train/dog/1.jpg" in run_cli("data check images", code=3)
 
 
+def test_data_commands_escape_control_characters_in_names(folder, run_cli):
+    evil = (folder / "images").rename(folder / "\x1b[2J")
+    pack = ["data pack run.yaml --output", evil / "pack", f"data.root={folder / 'link'}"]
+    (folder / "link").symlink_to(evil)
+    for words in (["data check", evil], pack, pack):
+        printed = run_cli(*words)
+        assert rf"{folder}/\x1b[2J" in printed and "\x1b" not in printed
+
+
 @pytest.mark.slow
 def test_data_check_reads_images_in_memory_whole(run):
     pytest.importorskip("sklearn")

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from fastsuncet.commands.report import figures, page
+from pipelines.output import printable
 from tests.support.reports import LABELS, make_run, result, write_lines
 from tests.support.runs import Killed, kill
 
@@ -186,6 +187,7 @@ def test_watch_writes_a_page_whenever_its_run_goes_on_until_it_is_done(run, plai
 
 
 def test_page_command(run, plain, run_cli):
+    run = run.rename(run.with_name("a\x1bb"))
     for words, code, said in (
         (["--page"], 2, "which run? For example"),
         (["--page", "RUN", "--lengths"], 2, "--lengths belongs to a comparison of runs"),
@@ -194,4 +196,4 @@ def test_page_command(run, plain, run_cli):
         (["--page", "RUN"], 0, ""),
     ):
         printed = run_cli("report", *(run if word == "RUN" else word for word in words), code=code)
-        assert said in printed and (code or printed.endswith(f"wrote {run / page.NAME}\n"))
+        assert said in printed and (code or printed.endswith(f"wrote {printable(str(run / page.NAME))}\n"))

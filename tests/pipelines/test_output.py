@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from pipelines.output import duration, say_line
+from pipelines.output import duration, say_line, show_progress
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,12 @@ def test_say_line_escapes_control_characters_and_what_the_log_cannot_hold(name, 
         say_line(name, stream)
     assert stream.buffer.getvalue().decode("latin-1") == f"{shown}\n"
     write.assert_called_once()
+
+
+def test_show_progress_escapes_control_characters(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    show_progress("a\x1b", 1, 1)
+    assert capsys.readouterr().err == "\ra\\x1b: 1 of 1\n"
 
 
 @pytest.mark.parametrize("lost", ["pipe", "disk", "both", "closed"])
