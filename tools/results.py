@@ -520,7 +520,8 @@ def draw(path: Path, picture: Path) -> None:
     with rc_context(STYLE):
         figure = Figure(figsize=(max(6, 4.5 * columns), 3.6 * rows + 0.9), dpi=DPI)
         figure.suptitle(TITLES[path.parent.name])
-        for axes, (heading, study) in zip(figure.subplots(rows, columns, squeeze=False).flat, shown.items()):
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes, (heading, study) in zip(grid.flat, shown.items(), strict=True):
             apart = (UNTRAINED, *ALONE.values())
             groups = [group for name, group in study.groups.items() if name not in apart]
             draw_groups(axes, study.groups[BASELINE], groups, "top1", "petaflops")

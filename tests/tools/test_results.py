@@ -71,6 +71,15 @@ def test_decision_follows_its_rule(decide, given, expected):
     assert decide(*given) == expected
 
 
+def test_draw_leaves_no_plot_out(tmp_path, monkeypatch):
+    path = ROOT / "docs" / "results" / results.FEW_LABELS / "points.csv"
+    every = points.read(path, range(points.HELD_OUT_SEED))
+    del every["100"]["finetune"]
+    monkeypatch.setattr(points, "read", lambda *_: every)
+    with pytest.raises(ValueError, match="longer"):
+        results.draw(path, tmp_path / "accuracy.png")
+
+
 def test_collect_keeps_other_points_and_averages_draws(tmp_path, monkeypatch):
     run, output = tmp_path / "few_labels_gate-alone_suncet_100labels", tmp_path / "points.csv"
     write = [("finetune", 0.3, 0, 0.05), ("finetune", 0.4, 1000, 0.05), ("npi", 0.25, None, None)]
