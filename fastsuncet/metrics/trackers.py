@@ -274,7 +274,7 @@ class Caller:
             while call := self._calls.get():
                 call(tracker)
             tracker.close(self._failure)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # W&B can exit
             if not self._given_up:
                 # The first line of pydantic's errors and SQLAlchemy's does not have the reason.
                 reason = textwrap.shorten(str(error), 300)

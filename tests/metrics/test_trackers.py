@@ -204,16 +204,17 @@ import sklearn
     assert support.held["wandb"](small_config(tmp_path).run_folder)["numbers"]["train/loss"] == [(1, 1.0)]
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), SystemExit(3)])
 @pytest.mark.parametrize("call", CALLS)
-def test_tracker_that_fails_is_left_out_and_ends_nothing(tmp_path, monkeypatch, call):
+def test_tracker_that_fails_is_left_out_and_ends_nothing(tmp_path, monkeypatch, call, error):
     """The others, and the files, get every line."""
     calls = {name: mock.Mock(return_value=None) for name in (*CALLS, "abandon")}
-    failing = {**calls, call: mock.Mock(side_effect=OSError(28, "No space left"))}
+    failing = {**calls, call: mock.Mock(side_effect=error)}
     for name, methods in (("tensorboard", failing), ("mlflow", calls)):
         support.package(monkeypatch, name)
         monkeypatch.setitem(trackers.TRACKERS, name, type(name, (), {"where": "there", **methods}))
     config = config_of(tmp_path, "tensorboard", "logging.mlflow=experiment")
-    assert FAILED.format("tensorboard", "OSError: [Errno 28] No space left") in run(config, 0, 2)
+    assert FAILED.format("tensorboard", f"{type(error).__name__}: {error}") in run(config, 0, 2)
     assert [line["step"] for line in read(config.run_folder / "metrics.jsonl", "train")] == [1, 2]
     assert calls["write"].call_count >= 3 and calls["close"].call_count >= 1
 
