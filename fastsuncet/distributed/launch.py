@@ -32,7 +32,7 @@ def start_ranks(arguments: list[str], status: Path) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    nodes = nodes_to_start()
+    nodes = nodes_to_start("cuda")
     endpoint = "{}:{}".format(*slurm_endpoint()) if nodes > 1 else "localhost:0"
     # The agent kills ranks 30 s after it passed on a signal; a save on a busy file system can take longer.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")

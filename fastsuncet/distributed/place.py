@@ -4,7 +4,8 @@ nothing               one GPU or none: this process is the only rank
 nothing               several GPUs: this process starts one rank per GPU (launch.py)
 torchrun              RANK, WORLD_SIZE and LOCAL_RANK are set: join
 srun, task per GPU    SLURM_PROCID and SLURM_NTASKS are set: join
-srun, task per node   one Slurm task on each of several nodes: each starts the ranks of its node (launch.py)
+srun, task per node   one Slurm task on each of several nodes: each starts one rank per GPU (launch.py), and with
+                      meta.device=cpu it is a rank
 """
 
 import contextlib
@@ -63,12 +64,12 @@ def _number(name: str, default: int) -> int:
     return int(text)
 
 
-def set_torchrun_variables() -> None:
+def set_torchrun_variables(device: str) -> None:
     """Set torchrun's environment variables from Slurm's, if Slurm started one task per rank."""
     if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
         return
     tasks = _number("SLURM_NTASKS", 1)
-    if tasks == 1 or nodes_to_start() > 1:
+    if tasks == 1 or nodes_to_start(device) > 1:
         return
     local, (host, port) = _slurm("SLURM_LOCALID"), slurm_endpoint()
     os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=str(tasks), LOCAL_RANK=local)
@@ -95,25 +96,29 @@ def _slurm(name: str) -> str:
     return os.environ[name]
 
 
-def nodes_to_start() -> int:
+def _gpus(device: str) -> int:
+    """Return how many GPUs of this machine a run on meta.device can have."""
+    return 0 if device == "cpu" else torch.cuda.device_count()
+
+
+def nodes_to_start(device: str) -> int:
     """Return on how many nodes Slurm started one task that starts the ranks of its node; 1 where it did otherwise."""
     nodes, tasks = (_number(name, 1) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
-    return nodes if nodes == tasks and torch.cuda.device_count() > 1 else 1
+    return nodes if nodes == tasks and _gpus(device) > 1 else 1
 
 
 def should_start_ranks(device: str) -> bool:
     """Return whether this process must start one rank per GPU instead of being a rank."""
-    set_torchrun_variables()
-    return "RANK" not in os.environ and device != "cpu" and torch.cuda.device_count() > 1
+    set_torchrun_variables(device)
+    return "RANK" not in os.environ and _gpus(device) > 1
 
 
 def expected_ranks(device: str) -> int:
     """Return how many ranks a run that is started this way has: the launcher's number, or one per GPU, or one."""
-    set_torchrun_variables()
+    set_torchrun_variables(device)
     if "WORLD_SIZE" in os.environ:
         return max(1, _number("WORLD_SIZE", 1))
-    gpus = 0 if device == "cpu" else torch.cuda.device_count()
-    return max(1, gpus) * nodes_to_start()
+    return max(1, _gpus(device)) * nodes_to_start(device)
 
 
 def pick_device(wanted: str, local_rank: int) -> torch.device:
@@ -201,7 +206,7 @@ def join(device: str, timeout: int = 1800) -> Iterator[Place]:
     On a GPU `work_stream` is current until then. A collective that waits longer than `timeout` seconds raises
     HungError; while training runs, heartbeat.py ends the job earlier, with the name of the rank.
     """
-    set_torchrun_variables()
+    set_torchrun_variables(device)
     rank, world_size, local_rank = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
     if rank >= world_size:
         raise ConfigError(f"RANK is {rank}, and WORLD_SIZE is {world_size}: RANK must be below")

@@ -53,12 +53,20 @@ SLURM = {
 )
 def test_set_torchrun_variables_from_slurms(changes, ranks):
     with mock.patch.dict(os.environ, SLURM | changes, clear=True):
-        place.set_torchrun_variables()
+        place.set_torchrun_variables("auto")
         assert tuple(map(os.environ.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"))) == ranks
         slurm = ranks[0] == "13"
         assert os.environ.get("LOCAL_WORLD_SIZE") == ("8" if slurm else None)
         # Of the job: another one on the same node meets elsewhere.
         assert os.environ.get("MASTER_PORT") == ("24567" if slurm else None)
+
+
+@pytest.mark.parametrize(("device", "rank", "ranks"), [("cpu", "1", 2), ("auto", None, 16)])
+def test_one_slurm_task_per_node_is_a_rank_or_starts_those_of_gpus(monkeypatch, device, rank, ranks):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with mock.patch.dict(os.environ, SLURM | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, clear=True):
+        assert place.should_start_ranks(device) == (rank is None)
+        assert (os.environ.get("RANK"), place.expected_ranks(device)) == (rank, ranks)
 
 
 def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
