@@ -128,7 +128,8 @@ def crash_at_every_syscall(
     """Crash `write(folder)`, which changes a folder that is as `before`, and `look(folder)` at what is left each time.
 
     It is killed after each system call and half through each write, and its power is cut there. What several of these
-    crashes leave alike is looked at once. Return the calls, the last one of which leaves the new content on any disk.
+    crashes leave alike is looked at once, in the order of their last call: the last look is at the lazy disk of a power
+    cut after the whole write. Return the calls.
     """
     scratch, left = before.with_name(f"{before.name}-crashed"), {}
 
@@ -138,8 +139,9 @@ def crash_at_every_syscall(
         for folder in (killed, *(watched.disks(scratch) if power_cuts else ())):
             files = [(path, path.is_file() and path.read_bytes()) for path in sorted(folder.rglob("*"))]
             content = tuple((path.relative_to(folder), held) for path, held in files)
-            if left.setdefault(content, folder) != folder:
-                shutil.rmtree(folder)
+            if content in left:
+                shutil.rmtree(left.pop(content))
+            left[content] = folder
 
     shutil.copytree(before, scratch / "watched")
     with watch(scratch / "watched", keep) as watched:
