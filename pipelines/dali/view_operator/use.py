@@ -125,5 +125,5 @@ def load(path: Path) -> None:
         # As bytes: a home directory need not be UTF-8, and DALI refuses such a str.
         plugin_manager.load_library(os.fsencode(path))  # pyright: ignore[reportArgumentType]
         _loaded.append(path.name)
-    elif _loaded != [path.name]:  # DALI refuses a second operator of the same name
+    elif _loaded != [path.name]:  # DALI ends the process at a second operator of the same name
         raise RuntimeError(f"this process has already loaded {_loaded[0]}, so it cannot load {path.name}")

@@ -222,7 +222,7 @@ def test_choose_leaves_views_with_a_setting_that_is_new_to_it(monkeypatch, capsy
 
 
 def test_load_passes_bytes_and_refuses_a_second_library(monkeypatch):
-    """DALI takes no str that is not UTF-8. It would keep the first library, whose pixels would prove the second."""
+    """DALI takes no str that is not UTF-8, and would end the process at a second operator of the same name."""
     paths = []
     monkeypatch.setattr(use, "_loaded", [])
     monkeypatch.setattr("nvidia.dali.plugin_manager.load_library", paths.append)
