@@ -183,11 +183,13 @@ def cross_validated(
     require_finite(features)
     labels = torch.from_numpy(images.train.labels[chosen]).to(place.device)
     setting: dict[str, Any] = {"folds": FOLDS, "repeats": REPEATS}
+    notes = label_notes(images)
     if kind == "linear":
         setting["strength"] = given = config.linear.strength
-        strength, _ = choose_strength(features, labels, count, given)
+        strength, why = choose_strength(features, labels, count, given)
         if given == "auto":
             setting["chosen_strength"] = strength
+            notes.append(f"strength {strength:g}, {why}")
 
         def classify(learned: Tensor, left_out: Tensor) -> Tensor:
             return linear_logits(features, labels, count, strength, learned, left_out).argmax(1)
@@ -199,7 +201,6 @@ def cross_validated(
             return knn_predict(features[left_out], features[learned], labels[learned], k=k)
 
     known = torch.from_numpy(learned[chosen]).to(place.device)
-    notes = label_notes(images)
     if kind == "knn":
         most = int(labels.bincount().max())
         notes += _k_note(config.evaluation.knn_k, most - most // FOLDS)

@@ -171,15 +171,20 @@ def test_evaluate_reports_a_fit_that_did_not_converge(folder, evaluate):
     assert f"strength {setting['chosen_strength']:g}, by cross-validation from 1e-05 to 100" in out
 
 
-@pytest.mark.parametrize("kind", ["linear", "knn"])
-def test_evaluate_without_validation_images_leaves_out_labels(run, labels, run_cli, kind):
+@pytest.mark.parametrize(
+    ("kind", "key", "value"), [("linear", "strength", 0.1), ("linear", "strength", "auto"), ("knn", "k", 3)]
+)
+def test_evaluate_without_validation_images_leaves_out_labels(run, labels, run_cli, kind, key, value):
     Path("mine.yaml").write_text(load_encoder(run).trained.to_yaml())
-    printed = run_cli(f"evaluate {kind} mine.yaml logging.write_tag=run")
+    auto = ["linear.strength=auto"] * (value == "auto")
+    printed = run_cli(f"evaluate {kind} mine.yaml logging.write_tag=run", *auto)
     assert "18 labeled ones" in printed and "95 % interval " in printed
-    assert {"linear": "strength 0.1", "knn": "k 3"}[kind] in printed.splitlines()[0]
+    assert f"{key} {value}" in printed.splitlines()[0]
     (record,) = read_results(run)
-    assert record["images"] == 18 and record["setting"]["folds"] == record["setting"]["repeats"] == 5
-    assert record["setting"].get("strength") == {"linear": 0.1, "knn": None}[kind]
+    setting = record["setting"]
+    if auto:
+        assert f"; strength {setting['chosen_strength']:g}, by cross-validation from 1e-05 to 100" in printed
+    assert (record["images"], setting["folds"], setting["repeats"], setting[key]) == (18, 5, 5, value)
     assert record["metrics"]["top1"] > 0.9
     assert record["classes"]["red"]["images"] == 30, "six labels, each left out in five repeats"
     assert "learned" not in record
