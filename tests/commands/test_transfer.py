@@ -17,6 +17,7 @@ from fastsuncet.cli import main
 from fastsuncet.commands.sweep.jobs import job_state
 from fastsuncet.commands.sweep.runs import Job
 from fastsuncet.config import load_config
+from fastsuncet.errors import NumericalError
 from fastsuncet.evaluation.finetuning import transfer
 from fastsuncet.evaluation.finetuning.fit import FineTuning, fit
 from fastsuncet.metrics.results import read_results, write_result
@@ -199,7 +200,7 @@ def test_cell_that_another_process_runs_is_skipped(top, tmp_path, whole, capsys)
     assert "1 of 3 cells are not finished" in printed
 
 
-def test_cell_that_diverges_is_a_result_and_the_others_go_on(top, tmp_path, capsys):
+def test_cell_that_diverges_is_a_result_and_the_others_go_on(top, tmp_path, capsys, monkeypatch):
     assert run(top, tmp_path, "transfer.learning_rates=[1e9,0.01]") == 0
     printed = capsys.readouterr().out
     assert printed.count("    diverged: cross_entropy is") == 1
@@ -207,6 +208,12 @@ def test_cell_that_diverges_is_a_result_and_the_others_go_on(top, tmp_path, caps
     assert run(top, tmp_path, "transfer.learning_rates=[1e9]", "transfer.datasets=[cifar10,voc07]") == 4
     failed = capsys.readouterr().err
     assert all(f"{name}: every cell of the grid diverged" in failed for name in ("cifar10", "voc07"))
+    fits = iter([fit, mock.Mock(side_effect=NumericalError("loss is nan. Lower it"))])
+    monkeypatch.setattr(transfer, "fit", lambda *given: next(fits)(*given))
+    assert run(top, tmp_path / "retraining", ONE_RATE) == 4
+    failed = " ".join(capsys.readouterr().err.split())
+    assert "cifar10, lr 0.01, weight decay 0.001/lr: the retraining diverged: loss is nan; replace" in failed
+    assert not read_results(tmp_path / "retraining" / "digits_demo")
 
 
 def test_voc_is_chosen_on_val_and_tested_by_its_own_metric(top, tmp_path):

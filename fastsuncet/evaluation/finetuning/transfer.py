@@ -302,7 +302,10 @@ def conclude(dataset: DatasetGrid) -> None:
         say(RUNNING)
         return
     if record["metric"] is None:
-        raise NumericalError(f"{task.name}, {chosen}: the retraining diverged: {record['diverged']}")
+        raise NumericalError(
+            f"{task.name}, {chosen}: the retraining diverged: {record['diverged']}; replace this rate in "
+            "transfer.learning_rates by a lower one"
+        )
     say(f"    {task.title} {100 * record['metric']:.2f} % of {record['images']:,} test images")
     if place.first:
         written = save_result(dataset, records[chosen], record)
