@@ -238,6 +238,23 @@ def test_read_weights_of_a_timm_network_refuses_what_is_not_its_weights(tmp_path
         read_weights_of("timm/test_resnet", tmp_path / "weights.pth")
 
 
+def test_load_encoder_takes_timms_network_of_the_config_or_a_resnet(tmp_path):
+    config = load_config(CONFIGS / "digits_demo.yaml", ["model.name=timm/test_resnet"])
+    path = tmp_path / "weights.pth"
+    network = timm.create_model("test_resnet", num_classes=7).eval()
+    torch.save(network.state_dict(), path)
+    encoder = load_encoder(path, config)
+    assert (encoder.name, encoder.width) == ("timm/test_resnet", network.num_features)
+    assert torch.equal(encoder.classifier.weight, network.fc.weight)
+    network.fc = torch.nn.Identity()
+    torch.testing.assert_close(features(encoder.module), features(network))
+    torch.save(built().encoder.state_dict(), path)
+    assert load_encoder(path, config).name == "resnet_tiny"
+    torch.save({"a": torch.ones(3)}, path)
+    with pytest.raises(CheckpointError, match=r"missing: conv1\.0\.weight"):  # of the config's network
+        load_encoder(path, config)
+
+
 CLASSIFIERS = {
     "without a bias": ("test_resnet", lambda s: without(s, "fc.bias"), "fc"),
     "a convolution": ("dla46x_c", lambda s: s, "fc"),
