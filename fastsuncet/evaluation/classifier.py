@@ -164,7 +164,7 @@ def _best_fine_tuning(
     paws = {
         measured_on(record): record["metrics"]["top1"]
         for record in records
-        if record["kind"] == "npi" and record["setting"].get("features") == "projection"
+        if encoder.by_paws and record["kind"] == "npi" and record["setting"].get("features") == "projection"
     }
     best, stale = None, set[str]()
     for record in tunings:
@@ -238,8 +238,7 @@ def run_classifier(
         raise DataError(
             f"all {len(chosen)} labeled images are of the class {first_five(classes)}: a classifier needs two or more"
         )
-    paws = encoder.trained is not None and encoder.trained.criterion.instance == "paws"
-    head = encoder.projection() if paws else None
+    head = encoder.projection() if encoder.by_paws else None
     identity = {
         "encoder": module_digest(encoder.module),
         "head": None if head is None else module_digest(head),

@@ -78,6 +78,11 @@ class Encoder:
         """Whether it has learned from labels in a run or a fine-tuning."""
         return self.tuned is not None or (self.trained is not None and self.trained.criterion.supervised)
 
+    @property
+    def by_paws(self) -> bool:
+        """Whether PAWS trained it: the nearest neighbors of projections are then a classifier of its run."""
+        return self.trained is not None and self.trained.criterion.instance == "paws"
+
     def projection(self) -> nn.Module | None:
         """Return the projection head in evaluation mode, None where the file has none. Raises CheckpointError."""
         head = projection_head_of(self.head)

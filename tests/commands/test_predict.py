@@ -215,12 +215,17 @@ def test_network_whose_outputs_overflow_is_refused(run, picture, run_cli):
     assert not list(run.glob("classifier/*"))
 
 
-def test_predict_takes_pawss_neighbors_where_they_are_better(run, run_cli, monkeypatch):
-    """Than the linear classifier, in the same folds. They are kept with their projections."""
+def as_paws(run: Path, step: int) -> None:
+    """Save the newest checkpoint of a run at `step` as if PAWS had trained it."""
     loaded = manager.load_newest(run / "checkpoints")
     loaded.meta["config"]["criterion"] |= {"instance": "paws", "supervised_epochs": "all"}
     loaded.meta["config"]["swav"]["small_crops"] = 0
-    manager.save(run / "checkpoints", 8, model=loaded.model, state={}, meta=loaded.meta, keep=9)
+    manager.save(run / "checkpoints", step, model=loaded.model, state={}, meta=loaded.meta, keep=9)
+
+
+def test_predict_takes_pawss_neighbors_where_they_are_better(run, run_cli, monkeypatch):
+    """Than the linear classifier, in the same folds. They are kept with their projections."""
+    as_paws(run, 8)
     assert "classifier   linear" in run_cli(command(run)), "both are right on all: the first"
     monkeypatch.setattr(classifier, "linear_logits", lambda *given: torch.zeros(int(given[-1].sum()), 3))
     for path in (run / "classifier").iterdir():
@@ -287,6 +292,18 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
         assert f"classifier   {kind}" in printed and "5-fold cross-validation on 18 labels" in printed
         said = f"not used     {folder}: learned from other labels than the 18 that can be read now"
         assert (said in printed) == (digest == "other")
+    folder.rename(run / "away")
+    printed = run_cli(command(run), "--force")
+    assert "classifier   linear" in printed and "not used" not in printed
+    (run / "away").rename(folder)
+    # On validation images `evaluate npi` can be above it, and only a run of PAWS has that classifier.
+    near = {key: value for key, value in record.items() if key != "frozen"}
+    near |= {"kind": "npi", "metrics": {"top1": 1.0}, "setting": {"features": "projection"}}
+    (run / "results" / "npi.json").write_text(json.dumps(near))
+    path.write_text(json.dumps(record | {"frozen": {"linear": 0.0}, "setting": {}}))
+    assert "classifier   fine-tuned" in run_cli(command(run), "--force")
+    as_paws(run, 7)
+    assert "classifier   linear" in run_cli(command(run), "--force")
     # By itself the fine-tuned network has the same temperature.
     kept = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(kept | {"record": record}))
