@@ -10,7 +10,15 @@ from fastsuncet.data.dataset import Images
 from fastsuncet.data.paired_stream import PairedStream
 from fastsuncet.distributed.place import Place
 from fastsuncet.metrics.interval import memory_of
-from fastsuncet.models.flops import Memory, memory_estimate, petaflops, run_macs, update_macs, view_macs
+from fastsuncet.models.flops import (
+    Memory,
+    memory_estimate,
+    norm_shapes,
+    petaflops,
+    run_macs,
+    update_macs,
+    view_macs,
+)
 from fastsuncet.training import methods
 from fastsuncet.versions import dali
 from pipelines.backend import dali_problem, processes_here
@@ -40,13 +48,14 @@ def summary(
         several = f" x {a.labeled_views} views" if a.labeled_views > 1 else ""
         parts.append(f"{a.classes_per_batch} classes x {a.global_images_per_class} labeled{several}")
     ranks = counted(a.world_size, "process")
-    loss = f"temperature {c.temperature:g}, keys {c.keys}, mean over anchors by {c.average}"
+    loss = [f"temperature {c.temperature:g}"] if c.instance != "none" or c.contrasts else ["cross-entropy"]
+    loss += [f"keys {c.keys}"] * c.contrasts + [f"mean over anchors by {c.average}"] * c.contrasts_labels
     if c.instance == "paws":
         p = config.paws
-        loss = f"temperature {c.temperature:g}, targets sharpened by {p.sharpen:g}, labels smoothed by {p.smoothing:g}"
-        loss += f", me-max with a prior that is {p.prior}" if p.me_max else ""
+        loss += [f"targets sharpened by {p.sharpen:g}", f"labels smoothed by {p.smoothing:g}"]
+        loss += [f"me-max with a prior that is {p.prior}"] * p.me_max
     if place.on_gpu and c.contrasts and methods.tf32(config):
-        loss += ", products in TF32"
+        loss.append("products in TF32")
     pieces = len(a.pieces(supervised))
     part, twice = "the whole batch", ""
     if pieces > 1:
@@ -56,6 +65,8 @@ def summary(
     if a.world_size > 1:
         own = f"statistics of each process's own images in {part}; the paper shares them"
         norm = f"{norm}, shared by {ranks} (RankBatchNorm)" if shared else own
+    if not norm_shapes(config, a):
+        norm = "no BatchNorm in this network"
     view = f"6 x {view_macs(config) / 1e9:.4g} GMAC a {'large ' if a.small_views else ''}view"
     update = petaflops(update_macs(config, a, supervised))
     epoch, whole = update * a.steps_per_epoch, petaflops(run_macs(config, a))
@@ -64,7 +75,7 @@ def summary(
         ("data", f"{len(images.train):,} images; {images.split}" if images else "not checked"),
         ("batch", f"{' + '.join(parts)} = {a.update_views(supervised):,} views an update, on {ranks}"),
         ("steps", f"{a.steps_per_epoch:,} an epoch, {a.steps:,} in all; {method}"),
-        ("loss", loss),
+        ("loss", ", ".join(loss)),
         (
             "compute",
             f"{view}: {update:.4g} petaFLOPs an update{twice}, {epoch:.4g} an epoch, {whole:.4g} the run",

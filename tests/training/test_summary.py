@@ -102,6 +102,11 @@ def test_summary_compares_all_that_shares_a_memory_with_it(
 
 
 TF32 = ("meta.precision=bf16", "criterion.products=tf32")
+LABELS_ALONE = (
+    *("criterion.supervision=cross_entropy", "criterion.instance=none", "criterion.supervised_epochs=all"),
+    "criterion.unsupervised_batch_size=0",
+)
+LAYER_NORM = ("model.name=timm/test_efficientnet_ln", "model.head_batchnorm=false", "model.stem=imagenet")
 SWAV_ALONE = ("criterion.supervision=cross_entropy", "criterion.instance=swav", "swav.small_crops=0")
 
 
@@ -112,7 +117,9 @@ SWAV_ALONE = ("criterion.supervision=cross_entropy", "criterion.instance=swav", 
         (["model.sync_batchnorm=false"], "cpu", 2, "norm", "in the whole batch; the paper shares them"),
         (TF32, "cuda", 1, "loss", ", products in TF32"),
         (TF32, "cpu", 1, "loss", "by sample"),
-        ([*TF32, *SWAV_ALONE], "cuda", 1, "loss", "by sample"),  # it has no such product
+        ([*TF32, *SWAV_ALONE], "cuda", 1, "loss", "temperature 0.2"),  # no keys, no anchors, no products
+        (LABELS_ALONE, "cpu", 1, "loss", "cross-entropy"),
+        (LAYER_NORM, "cpu", 2, "norm", "no BatchNorm in this network"),
     ],
 )
 def test_summary_line_of_a_config_and_its_place(lines_of, words, device, ranks, line, end):
