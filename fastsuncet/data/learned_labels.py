@@ -143,10 +143,10 @@ def _found(index: ImageIndex, rows: Rows, *beside: ImageIndex) -> np.ndarray:
 def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
     """Return `rows` by the names of now. An image has gone where none of its name and length in bytes is left.
 
-    Its row then has the name of the new image of its file name and length, or of its length alone. Not where more or
-    fewer new images have these, as in folders of BMP, and not at all where less than half of what has gone is found: of
-    other photos some have such a length by chance, and photos that were edited keep their names. One that is now in a
-    validation folder elsewhere has kept its file name.
+    Its row then has the name of the new image of its path without the ending, as in another format, of its file name
+    and length, or of its length alone. Not where more or fewer new images have these, as in folders of BMP, and not at
+    all where less than half of what has gone is found: of other photos some have such a length by chance, and photos
+    that were edited keep their names. One that is now in a validation folder elsewhere has kept its file name.
     """
     if not rows:
         return rows
@@ -156,17 +156,22 @@ def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
         return rows
     new = {file: n for file, n in there.items() if file not in rows or rows[file][1] not in (0, n)}
     moved: dict[str, str] = {}
-    for name_of in (os.path.basename, lambda file: ""):
+    edited = gone.keys() & new.keys()  # or another image has this very name now
+    for key_of in (
+        lambda file, length: (os.path.splitext(file)[0], length if file in edited else None),
+        lambda file, length: (os.path.basename(file), length),
+        lambda file, length: (file.startswith("../"), length),
+    ):
         old, now = defaultdict(list), defaultdict(list)
         for files, groups in ((gone, old), (new, now)):
             for file, length in files.items():
-                groups[name_of(file), length].append(file)
+                groups[key_of(file, length)].append(file)
         for key, files in old.items():
             if len(files) == len(now.get(key, ())):
                 moved |= zip(files, now[key])
         found = {*moved.values()}
         gone = {file: n for file, n in gone.items() if file not in moved}
-        new = {file: n for file, n in new.items() if file not in found and not file.startswith("../")}
+        new = {file: n for file, n in new.items() if file not in found}
     if len(moved) < len(gone):
         return rows
     stayed = {file: row for file, row in rows.items() if file not in moved}

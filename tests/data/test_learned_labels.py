@@ -100,6 +100,17 @@ def test_learned_labels_are_those_of_images_that_moved_since(config, tmp_path):
         index = image_tree(tmp_path / "photos")
         known = learned(Path("first"), index, True).tolist()
         assert known == [f'"{was.get(name, name)}"' in table for name in index.files]
+    # In another format they keep their paths without the ending, and no length.
+    (tmp_path / "photos").rename("before")
+    for name in NAMES:
+        write_images(tmp_path / "photos", name.replace(".jpg", ".png"))
+    index = image_tree(tmp_path / "photos")
+    known = learned(Path("first"), index, True).tolist()
+    assert (
+        known == [f'"{name.replace(".png", ".jpg")}"' in table for name in index.files] and sum(known) == 10
+    )
+    shutil.rmtree("photos")
+    Path("before").rename("photos")
     (tmp_path / "photos" / "moved").mkdir()
     for name in NAMES[:14]:
         (tmp_path / "photos" / name).rename(tmp_path / "photos" / "moved" / f"new{name}")
