@@ -144,9 +144,9 @@ def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
     """Return `rows` by the names of now. An image has gone where none of its name and length in bytes is left.
 
     Its row then has the name of the new image of its path without the ending, as in another format, of its file name
-    and length, or of its length alone. Not where more or fewer new images have these, as in folders of BMP, and not at
-    all where less than half of what has gone is found: of other photos some have such a length by chance, and photos
-    that were edited keep their names. One that is now in a validation folder elsewhere has kept its file name.
+    and length, or of its length alone. Not where more or fewer new images have these, as in folders of BMP, and not by
+    length alone where less than half of what has gone is found: of other photos some have such a length by chance, and
+    photos that were edited keep their names. One that is now in a validation folder elsewhere has kept its file name.
     """
     if not rows:
         return rows
@@ -162,7 +162,7 @@ def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
         lambda file, length: (os.path.basename(file), length),
         lambda file, length: (file.startswith("../"), length),
     ):
-        old, now = defaultdict(list), defaultdict(list)
+        old, now, named = defaultdict(list), defaultdict(list), moved.copy()
         for files, groups in ((gone, old), (new, now)):
             for file, length in files.items():
                 groups[key_of(file, length)].append(file)
@@ -173,7 +173,7 @@ def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
         gone = {file: n for file, n in gone.items() if file not in moved}
         new = {file: n for file, n in new.items() if file not in found}
     if len(moved) < len(gone):
-        return rows
+        moved = named
     stayed = {file: row for file, row in rows.items() if file not in moved}
     return stayed | {file: rows[old] for old, file in moved.items()}
 
