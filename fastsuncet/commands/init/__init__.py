@@ -6,6 +6,8 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from fastsuncet.checkpoint.run_folder import disk_errors, refuse_existing
 from fastsuncet.commands.embed import check_output
 from fastsuncet.commands.init import survey
@@ -81,11 +83,19 @@ def make(
     found, index = survey.look(folder, labels)
     if (usable := found.images - found.bad) < 4:
         raise ConfigError(f"{usable} usable images are too few to learn from: at least 4 are needed")
-    if found.labels and found.classes < 2:
-        raise ConfigError(
-            "all labels are of one class, so there is nothing to tell apart: label a second class, or use no labels"
-        )
     start, why = survey.weights(weights)
+    kept, held_out = None, dict[str, str]()
+    if start is not None and start.init != "timm" and not found.validation:
+        kept, held_out = held_out_of(typed_path(start.init), index, found.labels - labels_left(found))
+    if held_out:
+        counts = survey.label_counts(index, np.setdiff1d(index.good(), index.find([*held_out])))
+        left = {"images": found.images - len(held_out), "labels": int(counts.sum())}
+        found = replace(found, **left, classes=int((counts > 0).sum()))
+    if found.labels and found.classes < 2:
+        which = "all labels that are not held out" if held_out else "all labels"
+        raise ConfigError(
+            f"{which} are of one class, so there is nothing to tell apart: label a second class, or use no labels"
+        )
     machine = survey.machine()  # last: it takes seconds
     rate = machine.macs_per_second / 1e9
     speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"  # a busy machine has less than 1
@@ -97,17 +107,13 @@ def make(
 
     data = {key: value if key in ("kind", "train") else relative(value) for key, value in found.data.items()}
     found = replace(found, data=data)
-    changed = {}
+    if held_out:
+        found = replace(found, validation=relative(kept or held_out_file(output)))
     if start is not None and start.init != "timm":
-        kept, held_out = held_out_of(typed_path(start.init), index, found.labels - labels_left(found))
-        if held_out and not found.validation:
-            changed = {} if kept else held_out
-            table, out = relative(kept or held_out_file(output)), len(held_out)
-            found = replace(found, validation=table, labels=found.labels - out, images=found.images - out)
         start = replace(start, init=relative(start.init))
     plan = choose(found, machine, hours, start, why)
     text = written(plan, found, hours)
-    return text, check(text, output, found, expected_ranks("auto")), plan, found, changed
+    return text, check(text, output, found, expected_ranks("auto")), plan, found, {} if kept else held_out
 
 
 def held_out_file(output: Path) -> Path:

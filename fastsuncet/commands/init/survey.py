@@ -59,7 +59,7 @@ def look(folder: Path, labels: Path | None) -> tuple[Survey, ImageIndex]:
     good = index.good()
     if not len(good):
         raise DataError(f"none of the {len(index):,} images below {folder} can be read: {_first_bad(index)}")
-    counts = np.bincount(index.labels[good][index.labels[good] >= 0], minlength=len(index.classes))
+    counts = label_counts(index, good)
     sides = index.sizes[good].min(1)
     for line in _described(index, good, sides, counts):
         say_line(line)
@@ -75,6 +75,12 @@ def look(folder: Path, labels: Path | None) -> tuple[Survey, ImageIndex]:
         index=scanned,
     )
     return found, index
+
+
+def label_counts(index: ImageIndex, numbers: np.ndarray) -> np.ndarray:
+    """Return how many of the images `numbers` have the label of each class, int64 (C,)."""
+    labels = index.labels[numbers]
+    return np.bincount(labels[labels >= 0], minlength=len(index.classes))
 
 
 def _class_folders(folder: Path) -> str | None:
