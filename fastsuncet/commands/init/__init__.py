@@ -22,7 +22,7 @@ from fastsuncet.paths import typed_path
 from pipelines import atomic_files
 from pipelines.data_errors import DataError
 from pipelines.datasets.index import load_index, save_index
-from pipelines.output import counted, csv_table, duration, say_line
+from pipelines.output import counted, csv_table, duration, first_five, say_line
 
 
 def init(folder: Path, labels: Path | None, hours: float, weights: str | None, output: Path) -> None:
@@ -84,13 +84,15 @@ def make(
     if (usable := found.images - found.bad) < 4:
         raise ConfigError(f"{usable} usable images are too few to learn from: at least 4 are needed")
     start, why = survey.weights(weights)
-    kept, held_out = None, dict[str, str]()
+    kept, held_out, not_judged = None, dict[str, str](), []
     if start is not None and start.init != "timm" and not found.validation:
         kept, held_out = held_out_of(typed_path(start.init), index, found.labels - labels_left(found))
     if held_out:
         counts = survey.label_counts(index, np.setdiff1d(index.good(), index.find([*held_out])))
         left = {"images": found.images - len(held_out), "labels": int(counts.sum())}
         found = replace(found, **left, classes=int((counts > 0).sum()))
+        judged = {*held_out.values()}
+        not_judged = [index.classes[i] for i in np.flatnonzero(counts) if index.classes[i] not in judged]
     if found.labels and found.classes < 2:
         which = "all labels that are not held out" if held_out else "all labels"
         raise ConfigError(
@@ -112,6 +114,9 @@ def make(
     if start is not None and start.init != "timm":
         start = replace(start, init=relative(start.init))
     plan = choose(found, machine, hours, start, why)
+    if not_judged:
+        note = f"no label of these classes is held out, so accuracies say nothing of them: {first_five(not_judged)}"
+        plan = replace(plan, notes=(*plan.notes, note))
     text = written(plan, found, hours)
     return text, check(text, output, found, expected_ranks("auto")), plan, found, {} if kept else held_out
 
