@@ -69,7 +69,15 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
     encoder, config = encoder_of(where)
     config.require_data()
     config = config.with_values(ANY_NUMBER)
-    images = open_images(config, place, validation=False)
+    try:
+        images = open_images(config, place, validation=False)
+    except DataError:
+        if (table := config.data.validation_table) is None:
+            raise
+        # Held-out images with a label in data.csv stay labeled, also where the table no longer fits them.
+        config = config.with_values({"data.validation": None, "evaluation.knn_every_epochs": None})
+        images = open_images(config, place, validation=False)
+        say_line(f"note: {table} no longer fits the images and their labels, so it is not used")
     index, split = images.train, images.split
     if config.data.split.kind == "none" and (index.labels >= 0).any():
         split = labeled_split(index, "all")

@@ -105,6 +105,9 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, run_cli):
     assert fastsuncet.suggest(run, 5) == [row["file"] for row in rows]
     held_out = load_encoder(run).trained.with_values({"data.validation": 0.34})
     assert suggestions(held_out, 5).labeled == 18, "six of them are held out"
+    Path("held_out.csv").write_text("file,label\ngone.png,red\nred0.png,blue\nred1.png,red\n")
+    held_out = held_out.with_values({"data.validation": "held_out.csv"})
+    assert suggestions(held_out, 5).labeled == 18, "also those of a table that no longer fits"
     picture(Path("mine/later.png"), "red", 40)
     assert run_cli(command, "--force").count("has 1 new image, left out") == 1
 
