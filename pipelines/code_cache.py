@@ -17,12 +17,10 @@ DIGEST = hashlib.sha256().digest_size
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the folder of one kind of compiled code; for a user without a home directory one that cannot be made."""
+    """Return the folder of one kind of compiled code. Raises RuntimeError for a user without a home directory."""
     if folder := os.environ.get("FASTSUNCET_CACHE"):
         return Path(folder) / kind
-    home = os.path.expanduser("~")
-    cache = os.environ.get("XDG_CACHE_HOME") or Path(os.devnull if home == "~" else home) / ".cache"
-    return Path(cache) / "fastsuncet" / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsuncet" / kind
 
 
 def private_folder(kind: str) -> Path:
@@ -30,7 +28,7 @@ def private_folder(kind: str) -> Path:
 
     It is a new folder below /tmp where that one is not safe (see `problem`) or cannot be written.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
         folder = cache_folder(kind)
         atomic_files.make_folder(folder, 0o700)
         if not problem(folder / "code") and os.access(folder, os.W_OK):

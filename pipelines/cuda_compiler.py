@@ -128,7 +128,10 @@ def compiled(path: Path, arch: str, options: tuple[str, ...]) -> bytes:
     texts = (f"{header}\n{text.decode()}" for header, text in headers.items())
     decisive = [arch, *options, str(version()), *texts, source.decode()]
     name = f"{path.name}-{arch}-{hashlib.sha256(chr(0).join(decisive).encode()).hexdigest()[:32]}"
-    kept = code_cache.cache_folder("kernels") / name
+    try:
+        kept = code_cache.cache_folder("kernels") / name
+    except RuntimeError:  # a user without a home directory
+        return compile_cuda(path.name, source, headers, arch, options)
     if (code := code_cache.read(kept)) is None:
         code = compile_cuda(path.name, source, headers, arch, options)
         if (problem := code_cache.problem(kept)) is not None:

@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
         self, help: str, metavar: str = "FILE", *, required: bool = True, force: bool = False, **settings: Any
     ) -> None:
         """Add --output, and --force where a command has it."""
-        self.takes("--output", metavar, help, type=path, required=required, **settings)
+        self.takes("--output", metavar, help, type=output_path, required=required, **settings)
         if force:
             self.flag("--force", "replace what is at --output")
 
@@ -193,6 +193,15 @@ def share(text: str) -> tuple[int, int]:
     if not 1 <= number <= count:
         raise argparse.ArgumentTypeError(f"is I/N with 1 <= I <= N, such as 3/8, not {text!r}")
     return number, count
+
+
+def output_path(text: str) -> Path:
+    """Return the path of a file or folder to write."""
+    found = path(text)
+    # While it is written, something hidden with a longer name is next to it, and names end at 255 bytes.
+    if len(os.fsencode(found.name)) > 240:
+        raise argparse.ArgumentTypeError("a name has at most 240 bytes")
+    return found
 
 
 def load(name: str | Path, overrides: Iterable[str] = ()) -> "Config":

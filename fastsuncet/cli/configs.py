@@ -14,12 +14,14 @@ exit codes: 0 done; 2 no such config, or the file exists
 
 from pathlib import Path
 
-from fastsuncet.cli._parser import Options, Parser, path
+from fastsuncet.cli._parser import Options, Parser, output_path
 
 
 def arguments(parser: Parser) -> None:
     parser.takes("name", "NAME", "print this config (default: list all)", nargs="?")
-    parser.takes("--copy", "FILE", "write it to FILE (default: its name)", type=path, nargs="?", const="")
+    parser.takes(
+        "--copy", "FILE", "write it to FILE (default: its name)", type=output_path, nargs="?", const=""
+    )
 
 
 def run(parser: Parser, options: Options) -> None:

@@ -9,10 +9,12 @@ examples:
   fastsuncet demo --seed 1 --folder /tmp/demo
 """
 
-from fastsuncet.cli._parser import Parser, path, whole
+from fastsuncet.cli._parser import Parser, output_path, whole
 
 
 def arguments(parser: Parser) -> None:
     parser.takes("overrides", "section.key=value", "changes to the three configs", nargs="*")
     parser.takes("--seed", "N", "seed of the three runs (default: 0)", type=whole(0), default=0)
-    parser.takes("--folder", "DIR", "for all files (default: runs/demo)", type=path, default="runs/demo")
+    parser.takes(
+        "--folder", "DIR", "for all files (default: runs/demo)", type=output_path, default="runs/demo"
+    )

@@ -130,9 +130,11 @@ class LARS(DeviceLR):
             with torch.enable_grad():
                 loss = closure()
         scaling = (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        for group in self.param_groups:
+        # All of them first: a gradient that is refused must leave every weight as it was.
+        every = [(group, self._lists(group["params"])) for group in self.param_groups]
+        for group, lists in every:
             update, settings = _implementation(group["implementation"]), _settings_of(group)
-            for params, grads, buffers in self._lists(group["params"]):
+            for params, grads, buffers in lists:
                 update(params, grads, buffers, group["lr"], settings, *scaling)
         return loss
 
@@ -142,6 +144,11 @@ class LARS(DeviceLR):
         for p in parameters:
             if p.grad is None:
                 continue
+            if p.grad.is_sparse:
+                shape = tuple(p.shape)
+                raise RuntimeError(
+                    f"LARS: the gradient of a parameter of shape {shape} is sparse: make it dense"
+                )
             triple = lists.setdefault((p.device, p.dtype), ([], [], []))
             for kind, tensor in zip(triple, (p, p.grad, self.state[p]["momentum_buffer"])):
                 # A 0-dim tensor of 16 bits times the scaler's is one of 32.

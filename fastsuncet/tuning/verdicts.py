@@ -118,7 +118,8 @@ def read(key: Key) -> Verdict | None:
         return Verdict(reason)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    # RuntimeError: this user has no home directory.
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
         say_line(f"speed: no verdict kept: {error}")
         return None
 
@@ -128,5 +129,5 @@ def keep(key: Key, verdict: Verdict) -> None:
     content = {"reason": verdict.problem, "milliseconds": verdict.milliseconds or None, "key": key}
     try:
         code_cache.replace(file_of(key), json.dumps(content, indent=1).encode())
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         say_line(f"speed: the verdict on {key['path']} cannot be kept for later runs: {error}")

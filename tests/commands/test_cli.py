@@ -184,6 +184,7 @@ def test_main_ends_with_2_for_a_wrong_command_line(run_cli):
         ("train a.yaml b.yaml", TWO_CONFIGS, "train"),
         ("train run.yaml --dryrun", "unknown argument --dryrun; did you mean --dry-run?", "train"),
         ("train run.yaml --gpus=1", f"unknown argument --gpus=1; {SETTING}", "train"),
+        (f"embed a b --output {241 * 'x'}", "argument --output: a name has at most 240 bytes", "embed"),
         ("doctor me", "unknown argument me", "doctor"),
         ("init photos --hours 0,5", "argument --hours: invalid float value: '0,5'", "init"),
         ("preview run.yaml --step -1", "argument --step: must be a whole number, 0 or more, not -1", "preview"),

@@ -284,6 +284,14 @@ def test_lars_under_a_scaler_takes_scalars_of_any_dtype(dtype, lars):
     assert bias.tolist() == ([0.5, 0.5] if lars else [0.0, 0.0])
 
 
+def test_lars_refuses_a_sparse_gradient_before_any_weight_moves():
+    dense, table = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3, 2))
+    dense.grad, table.grad = torch.ones(2), torch.eye(3, 2).to_sparse()
+    with pytest.raises(RuntimeError, match=r"LARS: the gradient of a parameter of shape \(3, 2\) is sparse"):
+        LARS([{"params": [dense]}, {"params": [table]}], 0.1).step()
+    assert torch.equal(dense, torch.ones(2))
+
+
 def test_lars_runs_a_closure_with_gradients():
     p = nn.Parameter(torch.ones(3))
 

@@ -4,6 +4,7 @@ A library's name holds a hash of what decides its code: sources, flags (those in
 DALI and its CUDA, the kind of processor. The compiler is not part of it, so a run needs none to use what was built.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import os
@@ -50,7 +51,8 @@ def kept(*, prebuilt: bool = False) -> Path | None:
         return None
     name, folders = library_name(), [PREBUILT]
     if not prebuilt:
-        folders.append(code_cache.cache_folder("view_operator"))
+        with contextlib.suppress(RuntimeError):  # a user without a home directory
+            folders.append(code_cache.cache_folder("view_operator"))
     return next((path for f in folders if code_cache.read(path := f / name) is not None), None)
 
 
@@ -66,7 +68,11 @@ def unavailable() -> str | None:
             f"CUDA's headers {' and '.join(missing)} were not found: torch's CUDA wheels for Linux have them, or set "
             "CUDA_HOME"
         )
-    return code_cache.problem(code_cache.cache_folder("view_operator") / library_name())
+    try:
+        folder = code_cache.cache_folder("view_operator")
+    except RuntimeError as error:  # a user without a home directory
+        return f"there is no cache folder ({error}); set FASTSUNCET_CACHE to a folder"
+    return code_cache.problem(folder / library_name())
 
 
 def library_name() -> str:
