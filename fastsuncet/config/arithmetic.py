@@ -154,7 +154,8 @@ def arithmetic(
     if o.legacy_schedule and warmup_steps and 0 < steps <= 2 * warmup_steps:
         wrong("optimization.warmup", f"must be shorter than half of the run with legacy_schedule: {length}")
     if c.labeled_share is not None and on is not None and not 1 <= on <= steps:
-        text = f"needs {on:,} whole updates for as many passes through the labeled images, and the run has {steps:,}"
+        text = f"draws {per_class:,} images of each class an update: as many passes over the labels take "
+        text += f"{on:,} whole updates of {steps:,}; {'raise' if on else 'lower'} it"
         wrong("criterion.labeled_share", text)
     if problems:
         raise ConfigErrors(problems)

@@ -101,7 +101,7 @@ def _with_validation(config: Config, train: ImageIndex, split: Split) -> Images:
             run = shlex.quote(str(table.parent))
             again = f"`fastsuncet init` again, with --weights {run} and a new --output NAME.yaml"
             remedy = f"Run {again}: it writes what still fits to NAME-{HELD_OUT}. "
-            remedy += "Set data.validation of this config to that file"
+            remedy += "To evaluate the run of this config, set data.validation to that file"
             raise DataError(f"{error}\nA run has written this file: leave it. {remedy}") from error
     return Images(*without(train, split, chosen), replace(train.take(chosen), labels=labels))
 

@@ -143,10 +143,10 @@ def _found(index: ImageIndex, rows: Rows, *beside: ImageIndex) -> np.ndarray:
 def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
     """Return `rows` by the names of now. An image has gone where none of its name and length in bytes is left.
 
-    Its row then has the name of the new image of its path without the ending, as in another format, of its file name
-    and length, or of its length alone. Not where more or fewer new images have these, as in folders of BMP, and not by
-    length alone where less than half of what has gone is found: of other photos some have such a length by chance, and
-    photos that were edited keep their names. One that is now in a validation folder elsewhere has kept its file name.
+    Its row then has the name of the new image that has (1) its path without the ending, as in another format, (2) its
+    file name and length, or (3) its length. A rule is skipped where more or fewer new images have the same, as in
+    folders of BMP, and the third where less than half of what has gone is found: some other photos have such a length
+    by chance.
     """
     if not rows:
         return rows
@@ -156,10 +156,11 @@ def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
         return rows
     new = {file: n for file, n in there.items() if file not in rows or rows[file][1] not in (0, n)}
     moved: dict[str, str] = {}
-    edited = gone.keys() & new.keys()  # or another image has this very name now
+    edited = gone.keys() & new.keys()  # they keep their names, and what was learned is no longer there
     for key_of in (
         lambda file, length: (os.path.splitext(file)[0], length if file in edited else None),
         lambda file, length: (os.path.basename(file), length),
+        # One in a validation folder elsewhere has kept its file name.
         lambda file, length: (file.startswith("../"), length),
     ):
         old, now, named = defaultdict(list), defaultdict(list), moved.copy()

@@ -79,7 +79,7 @@ class Augmentation:
     `strength` times the setting, and turns the hue by an angle uniform in [-x, x] turns. All four apply to the same
     share `jitter` of the images, in an order that is drawn for each image, as torchvision does, or a fixed one.
 
-    Raises SettingsConflict. That each setting is in its range is left to the config, which knows the annotations.
+    Raises SettingsConflict. The config checks the ranges, not this class.
     """
 
     size: Pixels = setting(224, "side of the square view, in pixels")

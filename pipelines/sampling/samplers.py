@@ -106,7 +106,8 @@ class ClassSampler:
         # The labels that an image has, ascending, and how many images have each. A slot is a position in them.
         self._classes, self._counts = np.unique(labels, return_counts=True)
         self.classes_per_batch, self.images_per_class = classes_per_batch, images_per_class
-        self.world_size, self.seed, self.class_names = world_size, seed, tuple(class_names)
+        self.world_size, self.seed = world_size, seed
+        self.class_names = tuple(class_names) or tuple(map(str, range(int(labels.max()) + 1)))
         assert classes_per_batch * images_per_class % world_size == 0
         self.local_batch = classes_per_batch * images_per_class // world_size
         self.steps_per_cycle = len(self._classes) // classes_per_batch

@@ -108,6 +108,9 @@ def test_suggest_writes_unlabeled_images_and_a_page(run, picture, run_cli):
     Path("held_out.csv").write_text("file,label\ngone.png,red\nred0.png,blue\nred1.png,red\n")
     held_out = held_out.with_values({"data.validation": "held_out.csv"})
     assert suggestions(held_out, 5).labeled == 18, "also those of a table that no longer fits"
+    Path("held_out.csv").rename("own.csv")
+    with pytest.raises(DataError, match=r"gone\.png"):  # its other images may be labeled nowhere else
+        suggestions(held_out.with_values({"data.validation": "own.csv"}), 5)
     picture(Path("mine/later.png"), "red", 40)
     assert run_cli(command, "--force").count("has 1 new image, left out") == 1
 

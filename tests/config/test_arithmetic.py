@@ -75,8 +75,8 @@ PART = "criterion.labeled_share="
         ((*SHARE, f"{PART}0.01"), (1, 1442), "1,585 unlabeled ones of 1,442; at least 2 of bo"),
         ((*SHARE, f"{PART}0.001"), (1, 1442), "leaves 0 labeled images of each of 10 classes"),
         ((*SHARE, f"{PART}0.9999"), (1, 1442), " and 0 unlabeled ones of 1,442"),
-        ((*SHARE, f"{PART}0.02"), (1, CIFAR10), "needs 11,667 whole updates for as many passes"),
-        ((*SHARE, f"{PART}0.9", "criterion.supervised_epochs=1"), (1, 1442), "needs 0 whole updates for as many"),
+        ((*SHARE, f"{PART}0.02"), (1, CIFAR10), "as many passes over the labels take 11,667 whole"),
+        ((*SHARE, f"{PART}0.9", "criterion.supervised_epochs=1"), (1, 1442), " take 0 whole updates of 900; lower it"),
     ],
 )  # fmt: skip
 def test_arithmetic_refuses_what_does_not_fit(overrides, sizes, text):

@@ -95,7 +95,10 @@ def test_validation_by_a_table_and_by_a_folder_elsewhere(here, capsys):
     ("validation", "said"),
     [
         ("check.csv", "label 'cow' is not one of the 2 classes"),
-        ("held_out.csv", "fits to NAME-held_out.csv. Set data.validation of this config to that file"),
+        (
+            "held_out.csv",
+            "fits to NAME-held_out.csv. To evaluate the run of this config, set data.validation to",
+        ),
         ("0.6", "dog: no labeled image would be left to train on"),
         ("gone.csv", "cannot read the labels"),
     ],

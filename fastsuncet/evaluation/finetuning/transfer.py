@@ -240,8 +240,8 @@ def open_grids(
 def run_grids(grids: Sequence[DatasetGrid], shard: tuple[int, int]) -> None:
     """Run the shard's cells one after the other, then choose for every data set whose cells are all finished.
 
-    Raises Preempted once a signal came, of one between two cells from the next cell's first update on; NumericalError,
-    after all other data sets have their result, for those that have none.
+    Raises Preempted once a signal came: one between two cells stops the next cell after its first update. Raises
+    NumericalError, after all other data sets have their result, for those that have none.
     """
     say = grids[0].place.say
     every = [(dataset, cell) for dataset in grids for cell in grid(dataset.config)]
