@@ -85,7 +85,7 @@ def refuse_existing(output: Path, force: bool | None) -> None:
     Raises as `require_writable`.
     """
     with disk_errors(output, "--output"):
-        if atomic_files.exists(output) and not force:  # a name that is too long raises in any case
+        if not force and atomic_files.exists(output):
             remedy = "remove it" if force is None else "add --force to replace it"
             raise ConfigError(f"--output {output} exists. Choose another name, or {remedy}")
     require_writable(output, "--output")

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from fastsuncet.checkpoint.run_folder import refuse_existing
 from fastsuncet.commands.embed import check_output
 from fastsuncet.commands.ranks import as_stoppable_rank
 from fastsuncet.commands.train import check_before_images
@@ -44,7 +43,6 @@ def tune(config: Config, arguments: list[str], minutes: float, output: Path) -> 
         raise ConfigError(f"--minutes must be a number above 0 and below 100,000, not {minutes:g}")
     check_before_images(config)
     status = output.with_name(f".preempted-{output.stem}.json")
-    refuse_existing(status, force=True)
     with as_stoppable_rank(config, arguments, status) as (plain, place, signals):
 
         def stopped() -> bool:
