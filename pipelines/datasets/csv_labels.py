@@ -157,7 +157,7 @@ def _invisible(character: str) -> bool:
 def _rows(table: Path, lines: list[str]) -> Iterator[tuple[int, list[str]]]:
     """Yield the number of the last line and the cells of each row that is not empty.
 
-    One table can be appended to another: each header says how the rows below it are separated.
+    docs/first_run.md appends one table to another: each header says how the rows below it are separated.
     """
     heads = [(i, mark) for i, line in enumerate(lines) if (mark := _separator(line))]
     if not heads or heads[0][0] > 0:
