@@ -10,8 +10,9 @@ A fine-tuning keeps them in its own folder, RUN/finetune/TAG. The first two can 
 import csv
 import os
 from collections import defaultdict
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -155,28 +156,35 @@ def _renamed(rows: Rows, *indices: ImageIndex) -> Rows:
     if not gone:
         return rows
     new = {file: n for file, n in there.items() if file not in rows or rows[file][1] not in (0, n)}
-    moved: dict[str, str] = {}
     edited = gone.keys() & new.keys()  # they keep their names, and what was learned is no longer there
-    for key_of in (
-        lambda file, length: (os.path.splitext(file)[0], length if file in edited else None),
-        lambda file, length: (os.path.basename(file), length),
-        # One in a validation folder elsewhere has kept its file name.
-        lambda file, length: (file.startswith("../"), length),
-    ):
-        old, now, named = defaultdict(list), defaultdict(list), moved.copy()
-        for files, groups in ((gone, old), (new, now)):
-            for file, length in files.items():
-                groups[key_of(file, length)].append(file)
-        for key, files in old.items():
-            if len(files) == len(now.get(key, ())):
-                moved |= zip(files, now[key])
-        found = {*moved.values()}
-        gone = {file: n for file, n in gone.items() if file not in moved}
-        new = {file: n for file, n in new.items() if file not in found}
-    if len(moved) < len(gone):
-        moved = named
+    moved = _matched(
+        gone, new, lambda file, length: (os.path.splitext(file)[0], length if file in edited else None)
+    )
+    moved |= _matched(gone, new, lambda file, length: (os.path.basename(file), length))
+    # One in a validation folder elsewhere has kept its file name.
+    by_length = _matched(gone, new, lambda file, length: (file.startswith("../"), length))
+    if len(moved) + len(by_length) >= len(gone):
+        moved |= by_length
     stayed = {file: row for file, row in rows.items() if file not in moved}
     return stayed | {file: rows[old] for old, file in moved.items()}
+
+
+def _matched(
+    gone: dict[str, int], new: dict[str, int], key_of: Callable[[str, int], Hashable]
+) -> dict[str, str]:
+    """Return old name -> new name of the images whose key as many new ones have, and take them out of both.
+
+    Both are name -> length.
+    """
+    old, now = defaultdict(list), defaultdict(list)
+    for files, groups in ((gone, old), (new, now)):
+        for file, length in files.items():
+            groups[key_of(file, length)].append(file)
+    pairs = (zip(files, now[key]) for key, files in old.items() if len(files) == len(now.get(key, ())))
+    moved = dict(chain.from_iterable(pairs))
+    for was, name in moved.items():
+        del gone[was], new[name]
+    return moved
 
 
 def _learned_by(weights: Path | None, supervised: bool) -> Rows | None:
