@@ -13,6 +13,15 @@ def typed_path(text: str | os.PathLike[str] | None) -> Path:
     return Path(os.path.expanduser(text or ""))
 
 
+def steps_in(run: Path) -> dict[int, Path]:
+    """Return step -> folder of the checkpoints in a run's folder, ascending, by their names; none is opened.
+
+    A user's copy, step_00000003.old, is none.
+    """
+    paths = {path.name.removeprefix("step_"): path for path in (run / "checkpoints").glob("step_*")}
+    return {int(name): paths[name] for name in sorted(paths) if name.isdecimal()}
+
+
 def cli_command() -> list[str]:
     """Return the words that start `fastsuncet` in another process; append the arguments.
 

@@ -15,6 +15,7 @@ from fastsuncet.config.shipped import shipped
 from fastsuncet.data.dataset import open_images
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.protocols import linear
+from fastsuncet.paths import steps_in
 from fastsuncet.training import methods
 from fastsuncet.training.step import build
 from fastsuncet.versions import drawing_problem
@@ -83,7 +84,7 @@ def evaluate_checkpoints(config: Config, place: Place) -> Curve:
     images = open_images(config, place, validation=True)
     model = build(config, place, len(images.train.classes))[0]
     points = []
-    for path in sorted((config.run_folder / "checkpoints").glob("step_*")):
+    for path in steps_in(config.run_folder).values():
         loaded = manager.load(path)
         model.load_state_dict(loaded.model)
         measured = linear(model.encoder, images, config, place)

@@ -38,6 +38,7 @@ from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics import writer
 from fastsuncet.metrics.rankme import RANKS, collapse_warning
 from fastsuncet.metrics.results import read_results, tuning_of
+from fastsuncet.paths import steps_in
 from fastsuncet.training import methods
 from fastsuncet.versions import drawing_problem
 from pipelines import atomic_files
@@ -224,10 +225,8 @@ def _results(run: Path, config: Config) -> str:
 
 def _weights(run: Path, config: Config) -> list[str]:
     """Return where the weights are, and the commands that use them."""
-    steps = sorted((run / manager.FOLDER).glob("step_*"))
     found = [
-        # A user's copy, step_00000003.old, is none.
-        *(path for path in steps if path.name.removeprefix("step_").isdecimal()),
+        *steps_in(run).values(),
         *(path for name in export.FILES.values() if (path := run / export.FOLDER / name).exists()),
     ]
     if not found:

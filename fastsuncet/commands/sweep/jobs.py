@@ -10,6 +10,7 @@ from fastsuncet.config import Config, ConfigErrors
 from fastsuncet.config.reader import parse
 from fastsuncet.errors import CheckpointError
 from fastsuncet.metrics.results import asked, read_results
+from fastsuncet.paths import steps_in
 from pipelines import atomic_files
 
 
@@ -36,9 +37,8 @@ def job_state(job: Job) -> JobState:
         return JobState(False, "to do")
     wanted = {status.get("step")}
     if "--every-checkpoint" in job.options:
-        names = {path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*")}
         # Of those that are there: the run's last one can have been moved away, and is then measured by no command.
-        wanted = {int(name) for name in names if name.isdecimal()} or wanted
+        wanted = {*steps_in(folder)} or wanted
     if "--encoder" in job.options or wanted <= steps:
         return JobState(True, "done")
     missing = sorted(wanted - steps, key=str)
