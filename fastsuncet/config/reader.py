@@ -95,12 +95,13 @@ class Document:
 
     def with_whole_paths(self, folder: str) -> "Document":
         """Make the relative paths of INPUTS whole, as seen from `folder` ("": the working directory); return itself."""
+        whole = {}
         for key, path in flat(self.values).items():
             # data.validation is a folder below data.root, unless it is a table.
             kept = (key == "data.validation" and not is_table(path)) or (key, path) == ("model.init", "timm")
             if key in INPUTS and isinstance(path, str) and path and path[0] != "~" and not kept:
-                whole = os.path.abspath(os.path.join(folder, path))
-                self.values = _merged(self.values, nested({key: whole}))
+                whole[key] = os.path.abspath(os.path.join(folder, path))
+        self.values = _merged(self.values, nested(whole))
         return self
 
     def locate(self, problem: Problem) -> Problem:

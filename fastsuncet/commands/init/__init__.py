@@ -83,14 +83,21 @@ def make(
     found, index = survey.look(folder, labels)
     if (usable := found.images - found.bad) < 4:
         raise ConfigError(f"{usable} usable images are too few to learn from: at least 4 are needed")
+
+    def relative(path: str | Path) -> str:
+        return os.path.relpath(os.path.expanduser(path), output.parent or ".")
+
     start, why = survey.weights(weights)
     kept, held_out, not_judged = None, dict[str, str](), []
-    if start is not None and start.init != "timm" and not found.validation:
-        kept, held_out = held_out_of(typed_path(start.init), index, found.labels - labels_left(found))
+    if start is not None and start.init != "timm":
+        if not found.validation:
+            kept, held_out = held_out_of(typed_path(start.init), index, found.labels - labels_left(found))
+        start = replace(start, init=relative(start.init))
     if held_out:
         counts = survey.label_counts(index, np.setdiff1d(index.good(), index.find([*held_out])))
         left = {"images": found.images - len(held_out), "labels": int(counts.sum())}
-        found = replace(found, **left, classes=int((counts > 0).sum()))
+        left |= {"classes": int((counts > 0).sum()), "validation": relative(kept or held_out_file(output))}
+        found = replace(found, **left)
         judged = {*held_out.values()}
         not_judged = [index.classes[i] for i in np.flatnonzero(counts) if index.classes[i] not in judged]
     if found.labels and found.classes < 2:
@@ -104,15 +111,8 @@ def make(
     machine_line = f"{machine.count} x {machine.name}, {machine.memory / 1e9:.0f} GB"
     say_line(f"{'machine':<9}{machine_line}; {speed} GMAC a second in a timed step")
 
-    def relative(path: str | Path) -> str:
-        return os.path.relpath(os.path.expanduser(path), output.parent or ".")
-
     data = {key: value if key in ("kind", "train") else relative(value) for key, value in found.data.items()}
     found = replace(found, data=data)
-    if held_out:
-        found = replace(found, validation=relative(kept or held_out_file(output)))
-    if start is not None and start.init != "timm":
-        start = replace(start, init=relative(start.init))
     plan = choose(found, machine, hours, start, why)
     if not_judged:
         note = f"no label of these classes is held out, so accuracies say nothing of them: {first_five(not_judged)}"
