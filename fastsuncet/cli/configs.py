@@ -26,13 +26,14 @@ def arguments(parser: Parser) -> None:
 
 def run(parser: Parser, options: Options) -> None:
     from fastsuncet.config import shipped
+    from pipelines.output import say_line
 
     if options.copy is not None:
         if options.name is None:
             parser.error(f"which config? For example: {parser.prog} in1k_10pct --copy my.yaml")
         file = options.copy if options.copy.name else Path(f"{Path(options.name).name}.yaml")
         shipped.copy(options.name, file)
-        print(f"wrote {file}")
+        say_line(f"wrote {file}")
     elif options.name is not None:
         print(shipped.config_text(options.name), end="")
     else:

@@ -18,7 +18,7 @@ from fastsuncet.commands.embed import (
 )
 from fastsuncet.commands.pages import LARGE_SIDE, SAVED, labeling_page, thumbnail
 from fastsuncet.config import Config
-from fastsuncet.data.dataset import HELD_OUT, open_images
+from fastsuncet.data.dataset import HELD_OUT, NO_VALIDATION, open_images
 from fastsuncet.evaluation.classifier import run_classifier, two_best
 from fastsuncet.evaluation.suggestions import typical
 from pipelines import atomic_files
@@ -75,7 +75,7 @@ def suggestions(where: Path | Config, count: int, *, page: bool = False) -> Sugg
         # What a run has held out is labeled in data.csv too. Of a table of the user's own the images need not be.
         if (table := config.data.validation_table) is None or not table.endswith(HELD_OUT):
             raise
-        config = config.with_values({"data.validation": None, "evaluation.knn_every_epochs": None})
+        config = config.with_values(NO_VALIDATION)
         images = open_images(config, place, validation=False)
         say_line(f"note: {table} no longer fits the images and their labels, so it is not used")
     index, split = images.train, images.split

@@ -20,6 +20,7 @@ from pipelines.datasets.label_splits import Split, draw_held_out, labeled_split,
 from pipelines.output import say_once
 
 HELD_OUT = "held_out.csv"  # of a run: see learned_labels.py
+NO_VALIDATION = {"data.validation": None, "evaluation.knn_every_epochs": None}  # values of a config
 
 
 @dataclass(frozen=True)

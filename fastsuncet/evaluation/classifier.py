@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fastsuncet.checkpoint import manager
 from fastsuncet.config import Config
-from fastsuncet.data.dataset import open_images
+from fastsuncet.data.dataset import NO_VALIDATION, open_images
 from fastsuncet.data.learned_labels import learned, learned_lengths
 from fastsuncet.distributed.place import Place
 from fastsuncet.evaluation.calibration import FOLDS, Calibration, Classify, calibrate, out_of_fold
@@ -221,7 +221,7 @@ def run_classifier(
     """
     assert encoder.view is not None, "the pixels are known"
     if isinstance(config.data.validation, float) or config.data.validation_table:
-        config = config.with_values({"data.validation": None, "evaluation.knn_every_epochs": None})
+        config = config.with_values(NO_VALIDATION)
     index, chosen = labeled_images(config, place)
     chosen = np.setdiff1d(chosen, list(skipped))
 

@@ -86,9 +86,9 @@ class ImageIndex:
 
     def naming(self) -> str:
         """Return how the images of a pack are called, for messages about names that it lacks; "" for files."""
-        return (
-            "" if self.pack is None else f"the first image of the pack {self.root} is called {self.name(0)}"
-        )
+        if self.pack is None:
+            return ""
+        return f"the first image of the pack {self.root} is called {self.name(0)}"
 
     def find(self, names: Sequence[str]) -> np.ndarray:
         """Return the numbers of the images with these names, int64 (len(names),); -1 where there is none."""
