@@ -15,10 +15,11 @@ import pytest
 # every run; `pytest --hypothesis-profile=thorough` draws many at once.
 # A bare GPU machine may lack it. The tests that use it import it by themselves and say so; those for the GPU do not.
 with contextlib.suppress(ImportError):
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("quick", deadline=None, max_examples=20)
-    settings.register_profile("thorough", deadline=None, max_examples=500)
+    timeless = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("quick", timeless, max_examples=20)
+    settings.register_profile("thorough", timeless, max_examples=500)
     settings.load_profile("quick")
 
 

@@ -92,7 +92,7 @@ def confusion_picture(classes: dict[str, dict[str, Any]], title: str) -> bytes:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         figure.savefig(stream, format="png")
-    if any("missing from font" in str(each.message) for each in found):
+    if any("missing from" in str(each.message) for each in found):
         say_line(
             "note     names have letters that matplotlib's fonts lack: they are boxes in the picture. The line "
             "`font.sans-serif: NAME` in a file `matplotlibrc` of this folder chooses an installed font"
