@@ -229,10 +229,9 @@ class Pretraining(TrainingTask[Batch]):
                 "\n  ".join(["the config differs from the one this run was started with:", *lines])
                 + "\nSet these back to continue the run, or give the new run another logging.write_tag."
             )
-        if self.config.model.init is not None or meta["init"] is not None:
-            from fastsuncet.training import initial_weights
+        from fastsuncet.training import initial_weights  # a new run without model.init does not need it
 
-            initial_weights.check(self.config, meta)
+        initial_weights.check(self.config, meta)
         if meta["images"] != self.fingerprint:
             raise CheckpointError(
                 "the training images or their labels differ from those this run was started with (files added, "

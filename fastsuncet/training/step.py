@@ -141,7 +141,7 @@ def build(
     micro_batch, compiled = config.criterion.micro_batch, config.meta.compile
     images, labeled = (sizes.local_unlabeled, sizes.local_labeled) if sizes else (2, 2)
     if not compiled:  # torch.compile makes a graph for each shape, in minutes
-        images, labeled = min(images, 2), min(labeled or 2, 2)
+        images, labeled = min(images, 2), min(labeled, 2)
 
     def blank(network: nn.Module) -> torch.Tensor:
         def zeros(count: int, size: int) -> torch.Tensor:

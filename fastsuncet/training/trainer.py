@@ -12,7 +12,6 @@ after the checkpoint are set aside (metrics/writer.py). distributed/signals.py h
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -379,7 +378,7 @@ class Trainer(Generic[Task]):
         if len(ranks) > 1:
             on = f"ranks {', '.join(map(str, ranks))}, any of which can be its origin"
         files = [self.task.stream.files(step, rank, self.task.roles[term]) for rank in ranks]
-        names = [name for of_ranks in zip_longest(*files) for name in of_ranks if name is not None]
+        names = [name for of_ranks in zip(*files) for name in of_ranks]
         more = len(names) - FILES_SHOWN
         shown = "\n  ".join(names[:FILES_SHOWN]) + (f"\n  and {more} more" if more > 0 else "")
         raise NumericalError(

@@ -60,7 +60,7 @@ class Verdict:
 
 def if_not_slower(found: Verdict) -> Verdict:
     """Return `found`, with a problem if the contender is slower beyond the noise of timing."""
-    if found.problem or found.gain * MARGIN >= 1:
+    if found.gain * MARGIN >= 1:
         return found
     problem = "slower than without it: {:.3g} ms against {:.3g} ms".format(*found.milliseconds)
     return replace(found, problem=problem)
@@ -126,7 +126,7 @@ def read(key: Key) -> Verdict | None:
 
 def keep(key: Key, verdict: Verdict) -> None:
     """Keep a verdict for later runs; say why if that fails, because no run needs it."""
-    content = {"reason": verdict.problem, "milliseconds": verdict.milliseconds or None, "key": key}
+    content = {"reason": verdict.problem, "milliseconds": verdict.milliseconds, "key": key}
     try:
         code_cache.replace(file_of(key), json.dumps(content, indent=1).encode())
     except (OSError, RuntimeError) as error:
