@@ -266,6 +266,7 @@ def test_export_refuses_what_a_format_cannot_hold(tmp_path, monkeypatch):
     for refused in (partial(export, tmp_path / "several", "timm"), at_start):
         with pytest.raises(ConfigError, match=r"one linear layer, .* but head\.bn\.bias, .* and 2 more"):
             refused()
+    export_formats.check(small_config(tmp_path, *words, "criterion.supervised_epochs=0"), "timm")
     monkeypatch.setattr(export_formats.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx and onnxscript: pip install onnx onnxscript"):
         export(tmp_path / "tiny", "onnx")

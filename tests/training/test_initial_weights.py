@@ -149,8 +149,12 @@ def test_initial_weights_published_by_timm(tmp_path, monkeypatch, name):
 
 
 def test_initial_weights_of_timm_without_a_network(monkeypatch):
-    monkeypatch.setattr(timm, "create_model", mock.Mock(side_effect=OSError("no route to host\nmore")))
-    with pytest.raises(ConfigError, match=r"resnet18 cannot be downloaded .*no route to host\nConnect"):
+    def refuse(*_, **__):
+        raise OSError(f"offline: {timm_backbone.constants.HF_HUB_OFFLINE}\nmore")
+
+    monkeypatch.setattr(timm, "create_model", refuse)
+    monkeypatch.setattr(timm_backbone, "_reachable", lambda: False)
+    with pytest.raises(ConfigError, match=r"resnet18 cannot be downloaded .*offline: True\nConnect"):
         timm_backbone.published("resnet18")
     with pytest.raises(ConfigError, match="no published weights of resnet_tiny"):
         timm_backbone.published("resnet_tiny")
