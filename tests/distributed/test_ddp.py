@@ -9,6 +9,7 @@ from torch import nn
 from fastsuncet.distributed.ddp import parallel, require_compiler
 from fastsuncet.distributed.place import Place
 from fastsuncet.errors import ConfigError
+from fastsuncet.models.sync_batchnorm import RankBatchNorm
 from fastsuncet.training.step import build
 from tests.support.methods import CPU, config_of
 
@@ -53,4 +54,6 @@ def test_ddp_logs_no_times_after_its_first_passes(group):
 
 def test_ddp_takes_a_method_with_one_small_crop_an_image(group):
     """BatchNorm of one rank alone needs two rows of each size in the blank passes too."""
-    build(config_of("PAWS", "swav.small_crops=1"), Place(0, 2, CPU), 10, [1] * 10)
+    config = config_of("PAWS", "swav.small_crops=1", "model.sync_batchnorm=false")
+    model, *_ = build(config, Place(0, 2, CPU), 10, [1] * 10)
+    assert not any(isinstance(layer, RankBatchNorm) for layer in model.modules())

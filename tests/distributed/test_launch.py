@@ -94,6 +94,7 @@ def test_start_ranks_meets_at_the_first_node_of_the_step(monkeypatch, tmp_path):
         # Else eight ranks would train on the CPU.
         (8, False, "auto", 0, "no CUDA device can .* counts 8 and cannot use their driver: update"),
         (8, False, "cpu", 0, torch.device("cpu")),
+        (8, True, "cpu", 0, torch.device("cpu")),
         (1, True, "auto", 5, torch.device("cuda", 0)),  # the only one that Slurm shows to a task
         (2, True, "auto", 2, "no GPU of its own"),
         # The first kernel would end the run with a traceback: "no kernel image is available".

@@ -113,6 +113,7 @@ SWAV_ALONE = ("criterion.supervision=cross_entropy", "criterion.instance=swav", 
 @pytest.mark.parametrize(
     ("words", "device", "ranks", "line", "end"),
     [
+        (["criterion.supervised_epochs=plateau"], "cpu", 1, "steps", "until that has plateaued"),
         ([], "cpu", 2, "norm", "the whole batch, shared by 2 processes (RankBatchNorm)"),
         (["model.sync_batchnorm=false"], "cpu", 2, "norm", "in the whole batch; the paper shares them"),
         (TF32, "cuda", 1, "loss", ", products in TF32"),

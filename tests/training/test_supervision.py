@@ -5,8 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from fastsuncet.training.pretraining import has_plateaued
+from fastsuncet.config import load_config
+from fastsuncet.training.pretraining import Supervision, has_plateaued
+from tests.support.runs import CONFIGS
 
 RECORDED = json.loads((Path(__file__).parent / "suncet_curves.json").read_text())
 
@@ -38,3 +41,10 @@ def test_plateau_ends_real_and_simple_curves_where_they_are_flat(name):
     """It needs two spans, and one odd epoch changes nothing."""
     means, epochs, end = CURVES[name]
     assert ends_after(means, epochs) == end
+
+
+def test_supervision_of_all_epochs_ends_at_no_plateau():
+    config = load_config(CONFIGS / "digits_demo.yaml", ["criterion.supervised_epochs=all"])
+    sizes = config.resolve(1, 1442)
+    supervision, steps = Supervision(config, sizes, 0, torch.device("cpu")), 30 * sizes.steps_per_epoch
+    assert not any(supervision.add(torch.ones(()), step) for step in range(steps))

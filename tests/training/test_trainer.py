@@ -59,7 +59,9 @@ def test_training_lowers_both_losses_and_raises_knn_accuracy(tmp_path, capfd):
     evaluated = metrics(config.run_folder, "knn")[-1]
     assert evaluated["knn_accuracy"] > 0.6  # chance is 0.1
     assert 2 * COLLAPSED < evaluated["rankme"] < 128 and 2 * COLLAPSED < evaluated["rankme_features"] < 64
-    assert "collapsed" not in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert re.search(rf"knn: step 40 .* knn_accuracy {evaluated['knn_accuracy']:.4g}", out)
+    assert "collapsed" not in out
 
 
 def test_encoder_that_collapses_is_reported(tmp_path, monkeypatch, capfd):
