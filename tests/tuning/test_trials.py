@@ -34,7 +34,10 @@ def test_trials_have_the_shapes_of_the_runs_own_step():
     assert {shape[0] for shape in shapes} == {88, 128} and len(shapes) == 2 * 12
     assert (dtype, modes) == ("torch.bfloat16", {"fused": True, "shared": True})
     assert norm.prove.keywords == {"shapes": shapes, "dtypes": [torch.bfloat16]}
+    assert not trials.norm(*paper(64, "model.sync_batchnorm=false")).shapes[1]["shared"]
     assert trials.contrast_rows(*paper(64)).shapes == [5632, 2560]
+    # The proof needs 37 keys.
+    assert trials.contrast_rows(*paper(1, "criterion.unsupervised_batch_size=18")).shapes == [2560]
     sizes = trials.lars(*paper(64)).shapes
     assert sum(sizes) == 23_508_032 + 4_458_624 and trials.apex(*paper(64)).shapes == sizes
     pieces = norm_shapes(*paper(64, "criterion.micro_batch=4096"))

@@ -130,3 +130,4 @@ TIGHT = [report(0.8, memory_left=0.5), report(0.8, memory_left=0.05)]
 def test_judge(reports, won, problem):
     outcome = judge(reports)
     assert (outcome.won, outcome.problem) == (won, problem)
+    assert outcome.final == (problem in (None, "other bits", "rank 1: bits"))
