@@ -8,6 +8,7 @@ import torchvision
 from fastsuncet.commands.export import export
 from fastsuncet.errors import ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
+from fastsuncet.models import timm_backbone
 from fastsuncet.models.flops import network_cost
 from fastsuncet.models.resnet import build_model, width_of
 from fastsuncet.models.sync_batchnorm import synchronize
@@ -46,6 +47,14 @@ def test_timm_backbone_suggests_the_nearest_name():
 def test_timm_backbone_of_one_size_refuses_another(name):
     with pytest.raises(ConfigError, match=f"{name} does not take images of 64 pixels: "):
         network_cost(name, "imagenet", 64)
+
+
+def test_timm_backbone_that_gives_no_vector_is_refused(monkeypatch):
+    network = torch.nn.Identity()
+    network.pretrained_cfg = {"input_size": (3, 8, 8)}
+    monkeypatch.setattr(timm_backbone, "create", lambda *_: network)
+    with pytest.raises(ConfigError, match=r"to \(2, 3, 8, 8\), not images to one vector each"):
+        timm_backbone.width_of("timm/as_deepseek_vit_412m_enc")
 
 
 def test_synchronize_refuses_a_batchnorm_that_does_more():
