@@ -113,6 +113,7 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(seeds, m
 def test_report_of_the_paper_alone_has_its_percentages(run_cli):
     out = run_cli("report --paper --output paper")
     assert "| imagenet-10pct, top1 | 45 | 50.5 |" in out and "| imagenet-1pct, top5 | 81 |" in out
+    assert "top-" not in run_cli("report --paper transfer --output transfer")
     for name in ("finetune-10-labels-top1", "finetune-10-labels-top5", "finetune-1-labels-top1", "saved"):
         assert np.asarray(Image.open(f"paper/{name}.png").convert("L")).std() > 10
 

@@ -103,7 +103,7 @@ def report(
         for group in panel.groups
         if (note := group.uneven(chosen[0]))
     ]
-    if not runs and not metrics and "top5" not in chosen:
+    if not runs and not metrics and "top5" in there:
         chosen.append("top5")
     saved = [s for m in chosen if m not in RANKS for panel in panels for s in savings(panel, m)]
     claimed = any(name in (paper.TEN, paper.ONE) for name in figures)
