@@ -100,7 +100,7 @@ def test_report_draws_pictures_with_the_same_bytes_for_the_same_numbers(seeds, m
     for picture in ("finetune-10-labels-top1", "saved"):
         pixels = np.asarray(Image.open(Path("one", f"{picture}.png")).convert("L"))
         assert pixels.std() > 10, f"{picture} is blank"
-        assert f"({picture}.png)" in Path("one", "report.md").read_text()
+        assert f"({picture}.png)" in (text := Path("one", "report.md").read_text()) and ".svg)" not in text
     svg = Path("one", "finetune-10-labels-top1.svg").read_text()
     methods = ("SimCLR + SuNCEt (paper)", "SimCLR, mean of 2 seeds")
     for label in ("top-1 accuracy, %", "200k", "compute, exaFLOPs", "20", *methods):
@@ -155,8 +155,11 @@ def test_read_runs_recognizes_a_run_that_was_moved():
         run = run.rename(Path("new", name))
         assert [curve.run for curve in read_runs([run])[0]] == [str(run)]
     new = make_run(Path("old"), "a", 0.6)  # in the place of the moved one
+    result(new, None, 0.7, source=new / "w.pth")
+    nameless = result(new, 20, 0.8)
+    nameless.write_text(nameless.read_text().replace('"source"', '"other"'))
     found = {curve.run: curve.points[0].metrics["top1"] for curve in read_runs([run, new])[0]}
-    assert found == {str(run): 0.5, str(new): 0.6}
+    assert found == {str(run): 0.5, str(new): 0.6, f"{new}/w.pth": 0.7}
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("\nmodel:\n", "\nmodel:\n  tomorrow: 1\n"))
     with pytest.raises(ConfigErrors, match=r"config\.yaml:\d+: model\.tomorrow"):
@@ -189,6 +192,10 @@ def test_read_runs_takes_lines_of_metrics_that_hold_anything():
     assert curve.measurement.labels == evaluated.measurement.labels == "100 labels"
     assert ["hours" in point.costs for point in curve.points] == [True] + 4 * [False]
     assert {point.metrics["knn"] for point in curve.points} == {0.5}
+    ten = ["data.kind=image_folder", "data.root=x", "data.split={kind: names, fraction: null, file: ten.txt}"]
+    run = make_run(Path("runs"), "b", overrides=[*ten, "data.download=false"])
+    write_lines(run, lines[1])
+    assert read_runs([run])[0][0].measurement.labels == "labels of ten.txt"
 
 
 def test_read_runs_averages_the_seeds_of_a_draw_and_no_other_labels():
@@ -196,19 +203,21 @@ def test_read_runs_averages_the_seeds_of_a_draw_and_no_other_labels():
     for top1, kind, share, count, names in (
         *((0.4, "bernoulli", 0.1, 160, None), (0.6, "bernoulli", 0.1, 150, "aa")),
         *((0.5, "names", 0.1, 160, "bb"), (0.7, "names", 0.1, 160, "cc")),
+        *((0.2, "bernoulli", 0.0005, 8, None), (0.4, "bernoulli", 0.0005, 9, None)),
         *((0.1, "stratified", 0.0003, 8, None), (0.2, "stratified", 0.0003, 9, None)),
         *((0.3, "csv", 0.0, 3, "dd"), (0.9, "csv", 1.0, 1600, "ee")),
     ):
         labels = {"kind": kind, "fraction": share, "count": count} | ({"names": names} if names else {})
         # Each seed holds out other images.
         more = {"validation": f"{count}", "asked": {"data.validation": 0.2}} if kind == "bernoulli" else {}
-        result(run, 10, top1, labels=labels, **more)
+        metrics = {"top1": top1} | ({} if names else {"top5": top1})  # an older result can lack one
+        result(run, 10, top1, labels=labels, metrics=metrics, **more)
     curves = read_runs([run])[0]
     found = {", ".join(curve.measurement[1:]): curve.points[0].metrics["top1"] for curve in curves}
     assert found == {
         **{"10 % labels, split=bernoulli": 0.5, "10 % labels, names=bb, split=names": 0.5},
         **{"10 % labels, names=cc, split=names": 0.7, "8 labels, ": 0.1, "9 labels, ": 0.2},
-        **{"3 labels, ": 0.3, "all labels, ": 0.9},
+        **{"3 labels, ": 0.3, "all labels, ": 0.9, "0.05 % labels, ": pytest.approx(0.3)},
     }
 
 
@@ -241,6 +250,7 @@ def test_report_names_runs_that_were_not_measured_at_their_end(monkeypatch):
     text = report([early, whole, short], Path("out"), lengths=True).read_text()
     said = "the last measured checkpoint is taken for the end, and left out with --lengths: runs/early (2 of 3 epochs)"
     assert f"fine-tuning, 10 % labels: {said}.\n" in text
+    assert text.count("| SimCLR + SuNCEt | 10 % labels | fine-tuning | 1 | 3 | 30 |") == 1, "whole's last"
     two = make_run(Path("runs"), "two", 0.3, 0.4, overrides=[*length, "optimization.epochs=2"])
     (kept,) = join_lengths(read_runs([early, two])[0])
     assert (kept.run, len(kept.points)) == ("runs/two", 2), "the whole curve of the only one with an end"

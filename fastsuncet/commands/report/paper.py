@@ -91,7 +91,7 @@ def curves(figure: str) -> list[Curve]:
     found = []
     for (kind, labels, method), points in members.items():
         # The labels of the transfer rows are those of pre-training.
-        share = {"fraction": float(labels) / 100} if labels and figure != "transfer" else {}
+        share = {"fraction": float(labels) / 100} if figure != "transfer" else {}
         order = sorted(points, key=lambda epochs: epochs or 0)
         found.append(
             Curve(
