@@ -91,8 +91,7 @@ def check_output(output: Path, endings: tuple[str, ...], force: bool | None, *, 
     if output.suffix not in endings:
         raise ConfigError(f"--output {output} must end in {' or '.join(endings)}")
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
-        other = next(ending for ending in endings if ending != ".parquet")
-        raise ConfigError(f"a .parquet file needs pyarrow: pip install pyarrow, or write a {other} file")
+        raise ConfigError(f"a .parquet file needs pyarrow: pip install pyarrow, or write a {endings[0]} file")
     shown = output.with_suffix(".html")
     for path in (output, shown) if page else (output,):
         refuse_existing(path, force)

@@ -14,6 +14,7 @@ from fastsuncet.commands.embed import embed
 from fastsuncet.errors import CheckpointError, ConfigError
 from fastsuncet.evaluation.encoder import load_encoder
 from fastsuncet.evaluation.features import outputs
+from pipelines import atomic_files
 from pipelines.datasets.folders import image_tree
 from tests.support.checkpoints import HARMS
 from tests.support.colors import ALONE
@@ -43,7 +44,7 @@ def begin(run: Path, patch: pytest.MonkeyPatch) -> np.ndarray:
 
 def test_embed_writes_the_features_of_the_evaluation(run, run_cli):
     line = f"embed {run} {IMAGES} --output {OUTPUT} --batch 8"
-    run_cli(line)
+    assert "\n12 of 12 images\n" in f"\n{run_cli(line)}"
     index, encoder = image_tree(IMAGES), load_encoder(run)
     config = encoder.trained.with_values({"data.backend": "auto"})  # as the command reads other images
     expected = outputs(encoder.module, index, np.arange(12), config, ALONE, batch=8)
@@ -152,5 +153,9 @@ def test_embed_refuses_what_it_cannot_do(run, run_cli, monkeypatch):
         patch.setattr(command, "MOST_NAMES", 4 * 12 * 16 - 1)
         said = run_cli(line, code=2)
     assert "12 names of up to 16 characters take " in said and " a .parquet file" in said
-    Path(".features.npz.part").write_text("in the way")
+    (part := Path(".features.npz.part")).mkdir()
+    with atomic_files.exclusive(part / ".lock"):
+        assert "another process is writing features.npz" in run_cli(line, code=5)
+    atomic_files.remove(part)
+    part.write_text("in the way")
     assert "features.npz cannot be written" in run_cli(line, code=5)
