@@ -1,5 +1,6 @@
 """`fastsuncet init`: its rules on many situations, folders of every kind, and bad input."""
 
+import os
 from pathlib import Path
 from unittest import mock
 
@@ -33,7 +34,6 @@ SITUATIONS = [
     ("images 12 0 0 800", SLOW, 0.1, None, "SimCLR, without"),
     ("image_folder 100 100 10 500", GPU, 1, TIMM, "alone"),
     ("csv 500 40 20 224", CPU, 1, TIMM, "alone"),
-    ("csv 2000 100 10 224", CPU, 0.5, None, "alone"),
     ("csv 20000 260 10 224", H200, 4, None, "SimCLR + cross"),
     ("csv 20000 250 10 224", H200, 4, None, "SimCLR + SuNCEt"),
     ("csv 3068 300 10 224", SLOW, 0.2, None, "alone"),
@@ -75,6 +75,9 @@ def test_init_rules_give_a_sound_config(words, machine, hours, weights, method):
     unlabeled = config.criterion.unsupervised_batch_size
     assert (config.optimization.optimizer == "lars") == (unlabeled >= 1024 and weights is None)
     assert config.finetune.batch_size <= max(machine.count, s.labels or 4096)
+    assert (config.evaluation.knn_every_epochs is None) == (config.data.validation is None)
+    large = machine.device == "cuda" and (weights is not None or s.images >= 20_000)
+    assert config.model.name == ("resnet50" if large else "resnet18")
     reasons = [line for line in lines if line.endswith(":") or " # " in line or line.startswith("#")]
     assert len(lines) - len(reasons) <= 8
 
@@ -82,11 +85,11 @@ def test_init_rules_give_a_sound_config(words, machine, hours, weights, method):
 def test_init_rules_hold_labels_out_where_there_are_enough():
     def validation(words: str, **more):
         choices = choose(surveyed(words, **more), CPU, 1, None).choices
-        return next(choice.value for choice in choices if choice.key == "data.validation")
+        return next((c.value, c.reason.split()[0]) for c in choices if c.key == "data.validation")
 
-    assert [validation(f"csv 2000 {labels} 10 64") for labels in (99, 100)] == [None, 0.2]
-    assert validation("csv 2000 500 10 64", validation="val") == "val"
-    assert validation("csv 2000 400 90 64") is None
+    assert [validation(f"csv 2000 {n} 10 64") for n in (99, 100)] == [(None, "too"), (0.2, "a")]
+    assert validation("csv 2000 500 10 64", validation="val") == ("val", "never")
+    assert validation("csv 2000 400 90 64") == (None, "too")
 
 
 def test_init_rules_take_fewer_updates_rather_than_more_hours():
@@ -129,6 +132,8 @@ def test_init_writes_a_config_that_passes_a_dry_run(photos, init, run_cli, monke
     A run reads the index that init has kept; it scans no image again.
     """
     labels = "--labels labels.csv" if layout == "csv" else ""
+    if layout == "csv":  # names files from `photos` on, whatever its folders are
+        os.renames(photos / "11.jpg", photos / "train" / "x" / "11.jpg")
     if layout in ("classes", "split"):
         for i, path in enumerate(sorted(photos.glob("*.jpg"))):
             part = ("train", "train", "val")[i // 2 % 3] if layout == "split" else "."
@@ -158,6 +163,11 @@ def test_init_writes_a_config_that_passes_a_dry_run(photos, init, run_cli, monke
     if "shards" in layout:  # which can change, and then have another index
         tar_of(photos / "a.tar", *sorted(content)[2:])
     init(f"{labels} --output configs/again.yaml")
+
+
+def test_class_folders_are_several_and_no_split(tmp_path):
+    for i, names in enumerate((["a/0.jpg"], ["train/0.jpg", "val/0.jpg"])):
+        assert survey._class_folders(write_images(tmp_path / str(i), *names)) is None
 
 
 def test_init_names_what_it_leaves_out(photos, init):

@@ -181,7 +181,7 @@ def choose(s: Survey, m: Machine, hours: float, weights: Weights | None, why_scr
     validation, why_validation = s.validation, "never learned from"
     if not s.labels:
         validation, why_validation = None, "no labels to measure with"
-    elif not validation and labels_left(s) < s.labels:
+    elif labels_left(s) < s.labels:
         validation = 0.2
         why_validation = "a fifth of the labels tells the accuracy; the run learns from the others"
     elif not validation:
