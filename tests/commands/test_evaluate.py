@@ -73,7 +73,7 @@ def test_evaluate_prints_and_writes_its_number(folder, evaluate, kind):
     assert sent == [(20, pytest.approx(result["metrics"]["top1"]))]
     assert float(said[1]) == pytest.approx(100 * result["metrics"]["top1"], abs=0.005)
     path = next((folder / "digits_demo" / "results").glob(f"{kind}-*step00000020*.json"))
-    assert lines[4] == f"written  {path}"
+    assert lines[4] == f"written  {path}" and ("; top 5 " in lines[3]) == ("top5" in result["metrics"])
     assert result["images"] == 355
     assert result["labels"] == {"kind": "bernoulli", "fraction": 0.1, "count": 160}
     assert result["encoder"]["ledger"]["petaflops"] == 0.1
@@ -103,6 +103,7 @@ def test_evaluate_npi_on_the_projection_takes_center_crops(folder, evaluate):
     assert result["metrics"]["top1"] == pytest.approx(right, abs=2.5 / 355)  # another interpolation
     said = evaluate(f"npi npi.features=projection --encoder {folder}/tiny.pth", code=2)
     assert "holds no projection head" in " ".join(said.split())
+    evaluate(f"knn npi.features=projection --encoder {folder}/tiny.pth")  # needs none
 
 
 def test_evaluate_every_checkpoint_writes_one_file_for_each(folder, evaluate):
@@ -141,7 +142,8 @@ def test_evaluate_of_other_labels_images_or_pixels_has_another_file(folder, run_
     others = [f"data.split.file={tmp_path}/b.txt", "data.validation=val2"]
     others += [f"data.augmentation.{key}=[0.5,0.5,0.5]" for key in ("mean", "std")]
     for words in ("", *others, ""):
-        assert "top 5" not in run_cli(f"{command} {words}")
+        said = run_cli(f"{command} {words}")
+        assert "top 5" not in said and ("pixels   0 to 1" in said) == ("augmentation" not in words)
     found = read_results(tmp_path / "runs" / "colors")
     assert len(found) == 1 + len(others)
     assert all(each["metrics"].keys() == {"top1", "top1_weighted"} for each in found)
