@@ -5,7 +5,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import PIL.Image
@@ -73,6 +73,7 @@ def test_train_and_embed_take_files_dictionaries_and_arrays(tmp_path):
         ("mapping", dict(zip(map(str, files), labels)), None, dict(zip(files, labels[::-1]))),
     ):
         config = small_config(tmp_path / name, *FEW)
+        write_images(config.run_folder / "images", "00000000.png")  # as a call left it that began no run
         run = fastsuncet.train(config, images, given)
         weights.append(fastsuncet.load_encoder(run).state_dict())
         if name == "array":  # one is lost, one is damaged, one is as another version of the library writes it
@@ -197,7 +198,7 @@ def test_public_functions_refuse_wrong_arguments(tmp_path):
         ("in the main thread", lambda: pool.submit(fastsuncet.train, config).result()),
         (f"batch {number} 0", lambda: fastsuncet.embed(tmp_path, tmp_path, batch=0)),
         (f"batch {number} True", lambda: fastsuncet.predict(tmp_path, tmp_path, batch=True)),
-        (f"count {number} -1", lambda: fastsuncet.suggest(tmp_path, -1)),
+        (f"count {number} 1.5", lambda: fastsuncet.suggest(tmp_path, cast("int", 1.5))),
         ("pass view=Center", lambda: fastsuncet.embed(torch.nn.Conv2d(3, 3, 1), tmp_path)),
         (line, lambda: fastsuncet.train(str(file))),
         (line, lambda: fastsuncet.suggest(file)),
