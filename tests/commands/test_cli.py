@@ -174,7 +174,7 @@ SETTING = "a setting is section.key=value, and CUDA_VISIBLE_DEVICES=0,1 shows a 
 
 def test_main_ends_with_2_for_a_wrong_command_line(run_cli):
     for words, said, command in (
-        ("trian run.yaml", "unknown command trian; did you mean `fastsuncet train`?", ""),
+        ("dta check run.yaml", "unknown command dta; did you mean `fastsuncet data check`?", ""),
         ("check run.yaml", "unknown command check; did you mean `fastsuncet data check`?", ""),
         ("data", "unknown command data; did you mean `fastsuncet data check` or `fastsuncet data pack`?", ""),
         ("evaluate", "the following arguments are required: KIND, CONFIG", "evaluate"),
@@ -186,7 +186,8 @@ def test_main_ends_with_2_for_a_wrong_command_line(run_cli):
         ("train run.yaml --gpus=1", f"unknown argument --gpus=1; {SETTING}", "train"),
         (f"embed a b --output {241 * 'x'}", "argument --output: a name has at most 240 bytes", "embed"),
         ("doctor me", "unknown argument me", "doctor"),
-        ("init photos --hours 0,5", "argument --hours: invalid float value: '0,5'", "init"),
+        ("train in1k_10pct --show-config", "--show-config goes with --dry-run", "train"),
+        ("embed a b --output c.npz --batch 0", "argument --batch: must be a whole number, 1 or more, not 0", "embed"),
         ("preview run.yaml --step -1", "argument --step: must be a whole number, 0 or more, not -1", "preview"),
         ("data check . meta.seed=3", ". is a folder, and a folder has no keys to override", "data check"),
     ):  # fmt: skip
@@ -265,11 +266,16 @@ def test_main_prints_a_failure_and_returns_its_code(error, code, said, trainer, 
     assert traced.startswith("Traceback") and traced.endswith(f"\n[rank 3] error: {said}\n")
 
 
-def test_main_keeps_the_traceback_of_a_bug(trainer):
+def test_main_keeps_the_traceback_of_a_bug(trainer, monkeypatch, capsys):
     no_memory = RuntimeError("DefaultCPUAllocator: can't allocate memory")
     for trainer.error in (IndexError("a bug"), os_error(errno.EBADF), no_memory):
         with pytest.raises(type(trainer.error)):
             cli.main(["train", "run.yaml"])
+    # A rank of a job prints it too, and its group does not abort the interpreter's end.
+    monkeypatch.setattr(sys, "argv", ["fastsuncet", "train", "run.yaml"])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(cli.os, "_exit", ended := mock.Mock())
+    assert cli.main() == 1 and "can't allocate memory" in capsys.readouterr().err and ended.called
 
 
 @pytest.mark.parametrize("number", [1, 2])
