@@ -45,6 +45,7 @@ def test_run_records_its_paths_and_a_continued_one_is_given_them(tmp_path, monke
     run(config)
     said = capsys.readouterr().out
     assert "speed    x.cu; not y.cu: slower; not torch.compile: " in said and "complete" not in said
+    assert f"weights  {config.run_folder}/checkpoints/step_00000002\nnext     fastsuncet evaluate" in said
     old = result(config.run_folder, 2, 0.5)
     run(config)
     said = f"complete {config.run_folder} has had all its 2 updates: nothing was trained"

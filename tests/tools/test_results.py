@@ -83,15 +83,16 @@ def test_draw_leaves_no_plot_out(tmp_path, monkeypatch):
 def test_collect_keeps_other_points_and_averages_draws(tmp_path, monkeypatch):
     run, output = tmp_path / "few_labels_gate-alone_suncet_100labels", tmp_path / "points.csv"
     write = [("finetune", 0.3, 0, 0.05), ("finetune", 0.4, 1000, 0.05), ("npi", 0.25, None, None)]
+    write += [("linear", 0.2, 0, 1), ("linear", 0.4, 0, "auto")]
     found = [
         {
             "kind": kind,
             "metrics": {"top1": top1},
             "labels": {"kind": "stratified", "count": 100},
             "encoder": {"ledger": {"updates": 5, "petaflops": 0.5}},
-            "setting": {"seed": seed, "lr": lr},
+            "setting": {"seed": seed, "lr": value, "strength": value},
         }
-        for kind, top1, seed, lr in write
+        for kind, top1, seed, value in write
     ]
     monkeypatch.setattr(points, "read_results", lambda folder: found)
     run.mkdir()
@@ -101,7 +102,9 @@ def test_collect_keeps_other_points_and_averages_draws(tmp_path, monkeypatch):
     assert output.read_text().splitlines()[1:] == [
         ",simclr,0,linear,7,0.7,41.5",
         "100,alone_suncet,100,finetune,5,0.5,35.00",
+        "100,alone_suncet,100,linear,5,0.5,20.00",
+        "100,alone_suncet,100,linear_auto,5,0.5,40.00",
         "100,alone_suncet,100,own,5,0.5,25.00",
     ]
     points.collect([run], output)
-    assert len(output.read_text().splitlines()) == 4
+    assert len(output.read_text().splitlines()) == 6
