@@ -174,6 +174,7 @@ SETTING = "a setting is section.key=value, and CUDA_VISIBLE_DEVICES=0,1 shows a 
 
 def test_main_ends_with_2_for_a_wrong_command_line(run_cli):
     for words, said, command in (
+        ("trian run.yaml", "unknown command trian; did you mean `fastsuncet train`?", ""),
         ("dta check run.yaml", "unknown command dta; did you mean `fastsuncet data check`?", ""),
         ("check run.yaml", "unknown command check; did you mean `fastsuncet data check`?", ""),
         ("data", "unknown command data; did you mean `fastsuncet data check` or `fastsuncet data pack`?", ""),
