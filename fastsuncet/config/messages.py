@@ -93,9 +93,11 @@ def _unknown(schema: Schema, section: str, name: str) -> Problem:
     here = f"{section}." if section else ""
     known = {key: f"{here}{key}" for key in [*schema.sections[section], *([] if section else ["base"])]}
     text = meant = ""
-    if name in schema.values or name in schema.sections:
+    if "." in name and (name in schema.values or name in schema.sections):
         above, _, leaf = name.rpartition(".")
         text, meant = f"a dot is for the command line; in a file write {leaf}: below {above}:", name
+    elif name in schema.sections[""]:  # a level too deep
+        text, meant = f"there is no such key here; {name} is a section of its own", name
     elif not section and name == "base":
         text = "base is written at the top of a config file, not on the command line"
     elif elsewhere := [key for key in schema.values if key.endswith(f".{name}")]:

@@ -300,7 +300,7 @@ def _read_with_base(shown: str, origin: Origin | None = None, above: Sequence[st
         return document
     base, at = document.values.pop("base"), document.origins.pop("base")
     text = "must be the name of another config file, such as base.yaml, or of a shipped config"
-    if isinstance(base, str) and base:
+    if isinstance(base, str):
         # normpath and not resolve(): messages name the file as its reader would type it.
         below, above = os.path.normpath(find_config(base, os.path.dirname(shown))), [*above, shown]
         if not any(os.path.realpath(below) == os.path.realpath(each) for each in above):

@@ -69,7 +69,6 @@ def test_reader_executes_nothing(tag):
         ("./zzz", r"\./zzz\n +no such file$"),
         (".", r"\. is a folder, not a config; `fastsuncet init \.` writes a config for a folder"),
         ("in1k_10pc", r"no such file; did you mean in1k_10pct, a config of the package\?"),
-        ("in1k_10pct.yaml", "did you mean in1k_10pct, a config of the package"),
         ("configs/in1k_10pct.yaml", "did you mean in1k_10pct, a config of the package"),
     ],
 )
