@@ -75,7 +75,7 @@ def printable(text: str, encoding: str | None = None) -> str:
 
 def show_progress(what: object, done: int, total: int) -> None:
     """Show how many of `total` are done, on one line of a terminal; nothing elsewhere."""
-    if total and sys.stderr and sys.stderr.isatty():  # a process can be started without one
+    if sys.stderr and sys.stderr.isatty():  # a process can be started without one
         shown = printable(f"{what}: {done:,} of {total:,}", sys.stderr.encoding)
         print(f"\r{shown}", end="" if done < total else "\n", file=sys.stderr)
 

@@ -180,7 +180,7 @@ class ImageIndex:
         if self.changed:
             text = f"{len(self.changed)} of {len(self)} images changed since their index was made"
             notes.append(f"{text}: {self.some(self.changed)}")
-        if self.pixels is None and (large := np.flatnonzero(pixels > _LARGE).tolist()):
+        if large := np.flatnonzero(pixels > _LARGE).tolist():
             most = int(pixels.argmax())
             height, width = self.sizes[most].tolist()
             takes = f"{self.name(most)} takes {3 * pixels[most] / 1e6:,.0f} MB decoded ({width} x {height})"

@@ -88,7 +88,7 @@ def test_refuse_existing_takes_no_place_that_cannot_be_read_for_an_empty_one(tmp
     with pytest.raises(CheckpointError, match=r"File name too long.*set --output to another one"):
         run_folder.refuse_existing(tmp_path / (300 * "x"), force=False)
     monkeypatch.setattr(os, "lstat", stale)
-    with pytest.raises(CheckpointError, match=r"cannot be written: .*Stale file handle"):
+    with pytest.raises(CheckpointError, match=r"written: .*Stale file handle.*mount has disappeared"):
         run_folder.refuse_existing(tmp_path / "mine.npz", force=False)
 
 

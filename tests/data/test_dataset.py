@@ -9,7 +9,7 @@ import pytest
 
 from fastsuncet import cli
 from fastsuncet.commands.data_check import check_config
-from fastsuncet.config import load_config
+from fastsuncet.config import ConfigErrors, load_config
 from fastsuncet.data.dataset import Images, open_images
 from fastsuncet.data.paired_stream import views
 from pipelines.data_errors import BadImage, DataError
@@ -44,7 +44,11 @@ def test_images_are_any_tree_without_labels(here, capsys):
     train = opened().train
     assert list(train.files) == ["1.jpg", "x/2.png", "x/y/3.jpg"] and train.classes == ()
     assert train.labels.tolist() == [-1] * 3 and train.root == here / "tree"
-    assert list(opened("data.train=x").train.files) == ["2.png", "y/3.jpg"]
+    assert list(opened("data.train=x", "data.index=i.npz").train.files) == ["2.png", "y/3.jpg"]
+    with pytest.raises(DataError, match=r"i\.npz was made with data\.exif_orientation=true: set that, or"):
+        opened("data.train=x", "data.index=i.npz", "data.exif_orientation=false")
+    with pytest.raises(ConfigErrors, match="an evaluation needs labels, and images reads none"):
+        opened(validation=True)
     check_config(load_config("run.yaml"))  # the same kept index
     assert cli.main(["train", "run.yaml", "--dry-run", "--show-config"]) == 0
     out = capsys.readouterr().out

@@ -197,7 +197,7 @@ def test_loader_replaces_an_allowed_bad_file_and_keeps_the_other_rows(own, index
     assert capfd.readouterr().out.count(f"step 2: {own.name(bad)} cannot be decoded") == 1
 
 
-def test_loader_replaces_a_stand_in_that_is_bad_too(own, reader):
+def test_loader_replaces_a_stand_in_that_is_bad_too(own, reader, monkeypatch):
     plan = unlabeled(own)
     bad = int(plan(0).indices[0])
     both = {bad, plan.stand_in(bad, 0)}
@@ -206,6 +206,9 @@ def test_loader_replaces_a_stand_in_that_is_bad_too(own, reader):
     loader = opened(plan, reader, bad_images=2)
     loader(0)
     assert set(loader.replaced) == both and not set(loader.replaced.values()) & both
+    monkeypatch.setattr("pipelines.loader.STAND_IN_ATTEMPTS", 1)
+    with pytest.raises(DataError, match="no image can stand in for"):
+        opened(plan, reader, bad_images=2)(0)
 
 
 def test_loader_one_bad_file_more_than_allowed_raises_and_names_all(own, reader):

@@ -240,9 +240,9 @@ def test_look_again_finds_what_changed_in_a_folder(scanned, monkeypatch, name, c
     path.parent.mkdir(exist_ok=True)
     Path(f"{path}.part").write_bytes(content)
     os.replace(f"{path}.part", path)
+    settle(scanned.root, 2000)
     again, new = look_again(scanned)
     assert (len(again.changed), new) == found
-    settle(scanned.root, 2000)
     assert look_again(replace(scanned, folders=again.folders))[1] == found[1]
 
 

@@ -173,6 +173,9 @@ def test_packing_again_does_nothing_and_overwrites_nothing_else(tmp_path, index,
         with pytest.raises(DataError, match=r"exists and is not a pack: choose another folder"):
             write_pack(index, tmp_path / other)
     assert (tmp_path / "thesis" / "text.tar").read_text() == "years of work"
+    save_index(index, tmp_path / "thesis" / INDEX)
+    with pytest.raises(DataError, match="is not the index of a pack"):
+        open_pack(tmp_path / "thesis")
 
 
 def test_what_cannot_be_packed_is_named(tmp_path, index):
