@@ -99,7 +99,7 @@ def best_classifier(
     """
     run = _run_of(encoder, config)
     # That of a checkpoint of pre-training knows no later label.
-    pre_trained = encoder.tuned is None and encoder.trained is not None and Path(encoder.source).is_dir()
+    pre_trained = encoder.tuned is None and Path(encoder.source).is_dir()
     if encoder.classifier is None or pre_trained:
         tuned = _best_fine_tuning(run, encoder, config, place)
         return tuned or (encoder, run_classifier(encoder, config, place, skip_bad=skip_bad))

@@ -193,7 +193,7 @@ def test_finetune_stopped_ends_with_the_same_result(runs, tmp_path, monkeypatch,
 
 def test_finetune_of_every_checkpoint_skips_a_deleted_one_and_prints_a_table(runs, monkeypatch, capsys):
     fit, kept = job.fit, runs / "digits_demo" / "checkpoints"
-    words = ("--every-checkpoint", "finetune.epochs=1")
+    words = ("--every-checkpoint", "finetune.epochs=1", "finetune.write_tag=bernoulli0.1")
 
     def training_goes_on(*arguments, **more):
         (kept / "step_00000010").rename(runs / "step_00000010")

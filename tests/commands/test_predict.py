@@ -31,7 +31,7 @@ from fastsuncet.evaluation import classifier
 from fastsuncet.evaluation.calibration import Calibration
 from fastsuncet.evaluation.classifier import NearestNeighbors
 from fastsuncet.evaluation.encoder import load_encoder
-from fastsuncet.evaluation.finetuning import job
+from fastsuncet.evaluation.finetuning import frozen, job
 from fastsuncet.evaluation.npi import npi_probabilities
 from fastsuncet.metrics.results import read_results
 from pipelines.data_errors import BadImage
@@ -250,6 +250,7 @@ def test_nearest_neighbors_are_pawss_with_a_temperature_that_keeps_the_order():
 def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, run_cli, capsys, monkeypatch):
     """There are no validation images: five folds measure it. A stop within them continues to the same record."""
     monkeypatch.setattr(job, "LEAST_UPDATES", 2)
+    monkeypatch.setattr(frozen, "STALE", math.inf)  # as of a long run
     Path("mine.yaml").write_text(load_encoder(run).trained.to_yaml())
     tune = "finetune mine.yaml logging.write_tag=run finetune.epochs=1 finetune.lr=0.001 finetune.head=linear"
     fit, calls, stop_at = job.fit, [], 3

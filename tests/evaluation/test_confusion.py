@@ -44,4 +44,5 @@ def test_confusion_picture_is_drawn_for_any_number_of_classes_and_any_name(class
     assert picture.size == (2100, 1260)
     assert (pixels[[0, -1]] == 255).all() and (pixels[:, [0, -1]] == 255).all()  # no name is cut by an edge
     blue, red = pixels[..., 2] - pixels[..., 0], pixels[..., 0] - pixels[..., 2]
+    assert ((blue > 60).any(0).argmax() > 200) == (classes <= 60), "up to 60 names at its side"
     assert (blue > 60).sum() > 300 and (red > 60).sum() > 3

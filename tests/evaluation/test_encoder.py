@@ -66,9 +66,13 @@ def test_load_encoder_refuses_a_run_of_other_pixels_or_another_version(tmp_path,
     with pytest.raises(ConfigError, match=r"10 was trained .*std=\[1,1,1\], but .*std=\[0.5,0.5,0.5\]"):
         load_encoder(tmp_path, other)
     meta = {"config": config.canonical() | {"tomorrow": {"key": 1}}}
-    manager.save(tmp_path, 1, model={"encoder.x": torch.ones(1)}, state={}, meta=meta, keep=1)
-    with pytest.raises(CheckpointError, match="does not say what network it holds"):
-        load_encoder(tmp_path / "step_00000001", config)
+    manager.save(
+        tmp_path / "checkpoints", 11, model={"encoder.x": torch.ones(1)}, state={}, meta=meta, keep=2
+    )
+    alone, said = Place(0, 1, torch.device("cpu")), "does not say what network it holds"
+    for load in (load_encoder, lambda run: [*load_chosen(alone, config, run, None, every=True)]):
+        with pytest.raises(CheckpointError, match=said):
+            load(tmp_path)
 
 
 def test_choose_lists_good_checkpoints_and_names_a_damaged_one(tmp_path, config, capsys):

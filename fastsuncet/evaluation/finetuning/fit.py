@@ -29,7 +29,7 @@ from fastsuncet.distributed.ddp import parallel
 from fastsuncet.distributed.place import Place
 from fastsuncet.distributed.signals import SignalFlag
 from fastsuncet.evaluation.encoder import Encoder, linear_layer
-from fastsuncet.evaluation.features import evaluation_view, outputs
+from fastsuncet.evaluation.features import outputs
 from fastsuncet.evaluation.finetuning.record import fit_identity, refuse_changed, sizes
 from fastsuncet.metrics.interval import DataTimer
 from fastsuncet.models.flops import classifier_macs
@@ -324,8 +324,7 @@ def fit(
         # Each rank has its own running statistics. Those of rank 0 are saved, so they are evaluated.
         for buffer in task.model.buffers():
             broadcast(buffer)
-        config = task.config
-        options = {"view": view or evaluation_view(config), "before_batch": trainer.stop_if_requested}
-        logits = outputs(task.model, evaluated, indices, config, task.place, **options)
+        options = {"view": view, "before_batch": trainer.stop_if_requested}
+        logits = outputs(task.model, evaluated, indices, task.config, task.place, **options)
     trainer.consensus.close()
     return logits, trainer
