@@ -64,6 +64,7 @@ def test_data_check_names_truncated_files_unless_the_config_allows_them(folder, 
     *_, train, val = run("data.bad_images=2")
     assert train.startswith("images/train/dog/1.jpg: ") and val.startswith("images/val/cat/0.jpg: ")
     assert train.endswith("(data.bad_images allows 2)")
+    assert "6 images decoded with PIL, 6 bad" in run("data.bad_images=8", "data.max_megapixels=0.001")[0]
 
 
 def test_data_check_needs_a_validation_folder_only_for_an_evaluation(folder, run, capsys):

@@ -35,7 +35,7 @@ SMALL = (
     *("transfer.datasets=[cifar10]", "transfer.learning_rates=[0.01,0.1,0.03]", "transfer.steps=5"),
     *("transfer.weight_decays=[0.001]", "transfer.validation=0.2", "transfer.batch_size=16"),
     *("transfer.size=16", "transfer.resize=16", "data.backend=torchvision", "data.decode_threads=1"),
-    "meta.device=cpu",
+    *("data.augmentation.size=24", "data.augmentation.crop_ratio=[1.0,1.0]", "meta.device=cpu"),
 )
 TEST_IMAGES = 23  # two ranks cannot share them evenly
 ONE_RATE = "transfer.learning_rates=[0.01]"
@@ -93,7 +93,10 @@ def fits(top, tmp_path_factory) -> tuple[Path, list[tuple]]:
     runs, patch = tmp_path_factory.mktemp("whole"), mock.patch.object
     with patch(transfer, "FineTuning", wraps=FineTuning) as made, patch(transfer, "fit", wraps=fit) as fitted:
         assert run(top, runs, "logging.tensorboard=true") == 0
-    assert not any(call.args[3].logging.trackers for call in made.mock_calls), "they get the result alone"
+    for config in (call.args[3] for call in made.mock_calls):
+        assert not config.logging.trackers, "they get the result alone"
+        views = config.data.augmentation
+        assert (views.size, views.flip, views.crop_ratio) == (16, 0.5, (3 / 4, 4 / 3)), "SimCLR's protocol"
     calls = zip(made.mock_calls, fitted.mock_calls, strict=True)
     return runs, [(a.args[3].finetune, a.kwargs, a.args[2].tolist(), *b.args[1:3]) for a, b in calls]
 

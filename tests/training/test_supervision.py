@@ -43,8 +43,10 @@ def test_plateau_ends_real_and_simple_curves_where_they_are_flat(name):
     assert ends_after(means, epochs) == end
 
 
-def test_supervision_of_all_epochs_ends_at_no_plateau():
-    config = load_config(CONFIGS / "digits_demo.yaml", ["criterion.supervised_epochs=all"])
+@pytest.mark.parametrize(("epochs", "means"), [("all", []), ("plateau", [1.0] * 20)])
+def test_supervision_ends_at_a_plateau_of_means_where_it_is_asked_to(epochs, means):
+    config = load_config(CONFIGS / "digits_demo.yaml", [f"criterion.supervised_epochs={epochs}"])
     sizes = config.resolve(1, 1442)
     supervision, steps = Supervision(config, sizes, 0, torch.device("cpu")), 30 * sizes.steps_per_epoch
-    assert not any(supervision.add(torch.ones(()), step) for step in range(steps))
+    ended = [step + 1 for step in range(steps) if supervision.add(torch.ones(()), step)]
+    assert ended == ([20 * sizes.steps_per_epoch] if means else []) and supervision.means == means
