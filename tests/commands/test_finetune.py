@@ -123,6 +123,7 @@ def test_finetune_refuses_other_settings_by_key_unless_named_otherwise(whole, tm
     error = capsys.readouterr().err
     assert "finetune.epochs: 3 there, 4 now" in error and "finetune.lr: 0.0125 there, 0.5 now" in error
     assert "finetune.write_tag=" in error
+    assert run(runs, "finetune.batch_size=1") == 2 and "a pass one image" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in files} == before
     assert run(runs, "finetune.lr=0.5", "finetune.epochs=1", "finetune.write_tag=fast") == 0
     assert "2 in 1 epochs" in capsys.readouterr().out

@@ -53,6 +53,8 @@ def rows(output: str = "predictions.csv") -> list[dict[str, str]]:
 
 
 def test_predict_writes_probabilities_and_keeps_the_classifier(run, labels, picture, run_cli, monkeypatch):
+    assert "no data folder nowhere" in run_cli(f"predict {run} nowhere --output predictions.csv", code=3)
+    assert not (run / "classifier").exists(), "it was fitted first"
     printed, found = run_cli(command(run)), rows()
     assert list(found[0]) == ["file", "class", "probability", "second_class", "second_probability"]
     named = sorted(f"part{i % 2}/{color}{i}.png" for i in range(4) for color in COLORS)
