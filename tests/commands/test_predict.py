@@ -13,6 +13,7 @@ import urllib.request
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -222,12 +223,14 @@ def as_paws(run: Path, step: int) -> None:
     loaded = manager.load_newest(run / "checkpoints")
     loaded.meta["config"]["criterion"] |= {"instance": "paws", "supervised_epochs": "all"}
     loaded.meta["config"]["swav"]["small_crops"] = 0
+    loaded.meta["config"]["npi"]["temperature"] = 0.125
     manager.save(run / "checkpoints", step, model=loaded.model, state={}, meta=loaded.meta, keep=9)
 
 
 def test_predict_takes_pawss_neighbors_where_they_are_better(run, run_cli, monkeypatch):
     """Than the linear classifier, in the same folds. They are kept with their projections."""
     as_paws(run, 8)
+    monkeypatch.setattr(classifier, "log_p", log_p := mock.Mock(wraps=classifier.log_p))
     assert "classifier   linear" in run_cli(command(run)), "both are right on all: the first"
     monkeypatch.setattr(classifier, "linear_logits", lambda *given: torch.zeros(int(given[-1].sum()), 3))
     for path in (run / "classifier").iterdir():
@@ -236,6 +239,7 @@ def test_predict_takes_pawss_neighbors_where_they_are_better(run, run_cli, monke
     assert "classifier   PAWS's nearest neighbors; 18 labels" in printed
     assert "because      linear 33.3 %, PAWS's nearest neighbors 100.0 %" in printed
     assert all(each["class"] in each["file"] for each in first)
+    assert {call.args[-1] for call in log_p.mock_calls} == {0.125}, "npi.temperature"
     monkeypatch.delattr(classifier, "fit_classifier")
     assert "fitted before" in run_cli(command(run, "again.csv")) and rows("again.csv") == first
 
