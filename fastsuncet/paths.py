@@ -18,8 +18,8 @@ def steps_in(run: Path) -> dict[int, Path]:
 
     A user's copy, step_00000003.old, is none.
     """
-    paths = {path.name.removeprefix("step_"): path for path in (run / "checkpoints").glob("step_*")}
-    return {int(name): paths[name] for name in sorted(paths) if name.isdecimal()}
+    found = ((path.name.removeprefix("step_"), path) for path in (run / "checkpoints").glob("step_*"))
+    return dict(sorted((int(name), path) for name, path in found if name.isdecimal()))
 
 
 def cli_command() -> list[str]:
