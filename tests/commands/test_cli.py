@@ -189,6 +189,7 @@ def test_main_ends_with_2_for_a_wrong_command_line(run_cli):
         ("doctor me", "unknown argument me", "doctor"),
         ("train in1k_10pct --show-config", "--show-config goes with --dry-run", "train"),
         ("embed a b --output c.npz --batch 0", "argument --batch: must be a whole number, 1 or more, not 0", "embed"),
+        ("init photos --hours 0,5", "argument --hours: invalid float value: '0,5'", "init"),
         ("preview run.yaml --step -1", "argument --step: must be a whole number, 0 or more, not -1", "preview"),
         ("data check . meta.seed=3", ". is a folder, and a folder has no keys to override", "data check"),
     ):  # fmt: skip

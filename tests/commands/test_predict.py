@@ -310,7 +310,9 @@ def test_predict_calibrates_a_fine_tuned_network_by_the_labels_it_left_out(run, 
     for file, top1 in ((run / "results" / "0.json", 0.25), (path, 0.5), (run / "results" / "z.json", 0.25)):
         best = {"frozen": {"linear": 0.0}, "setting": {}, "metrics": {"top1": top1}}
         file.write_text(json.dumps(record | best))
-    assert "fine-tuned 50.0 %, linear 0.0 %, on the same images" in run_cli(command(run), "--force")
+    printed = run_cli(command(run), "--force")
+    assert "classifier   fine-tuned" in printed
+    assert "fine-tuned 50.0 %, linear 0.0 %, on the same images" in printed
     as_paws(run, 7)
     assert "classifier   linear" in run_cli(command(run), "--force")
     # By itself the fine-tuned network has the same temperature.

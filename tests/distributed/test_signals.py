@@ -1,6 +1,5 @@
 """A signal sets a flag, and what the process was doing goes on to its end."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -36,12 +35,18 @@ def test_signal_flag_restores_the_handlers():
 
 def test_signal_flag_tells_a_second_ctrl_c_from_one_that_arrives_twice(monkeypatch):
     """And restores the handlers then: a third one must be able to end the process."""
-    now, before = [100.0], handlers()
+    flag, now, before = SignalFlag(), [100.0], handlers()
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
-    with contextlib.suppress(KeyboardInterrupt), SignalFlag() as flag:
-        for now[0] in (100.0, 100.1, 101.1):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert (flag.requested, now[0]) == ("SIGINT", 101.1) and handlers() == before
+
+    def press_again_and_again():
+        with flag:
+            for wait in (0.0, 0.1, 1.0):
+                now[0] += wait
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        press_again_and_again()
+    assert flag.requested == "SIGINT" and now[0] == pytest.approx(101.1) and handlers() == before
 
 
 PROGRAM = """
